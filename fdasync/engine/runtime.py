@@ -38,7 +38,7 @@ from fdasync.runner.group.placement import Placement
 from fdasync.runner.group.workers import WorkerGroup
 from fdasync.runner.plugins import make_runner
 from fdasync.runner.worker.proxy import WorkerRunner
-from fdasync.scheduler import Scheduler
+from fdasync.scheduler import make_scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -248,7 +248,7 @@ class Runtime:
                 self.update_limit_s = config.update_limit_s(loop.time() - began)
                 _check_answer(config, capacity)
                 self.namespace = namespace_of(capacity)
-                scheduler = Scheduler(resolve(config, capacity, self.namespace), self.policy, self._drafter)
+                scheduler = make_scheduler(resolve(config, capacity, self.namespace), self.policy, self._drafter)
                 num_host_blocks = scheduler.config.num_host_blocks
                 if capacity.aux_specs:
                     num_slots = capacity.num_blocks + num_host_blocks

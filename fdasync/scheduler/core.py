@@ -3,9 +3,10 @@
 It has no await, no torch, no I/O, no text, no clock but the time stamped on events, and iterates over no set: the same
 events give the same actions, so every decision can be tested with plain calls and replayed (docs/design.md, section 2).
 This module says what events mean and how a request ends. `step_planner.py` plans the next step, `tiers/` decides what
-happens below the device, `disagg/` what goes to other instances, `state/queues.py` keeps where every sequence stands.
+happens below the device, `state/queues.py` keeps where every sequence stands. Who else has a say about a sequence
+(snapshots of recurrent state, drafts, other instances) is an attachment (`state/attachment.py`), and has no line here.
 
-Called by `engine/driver.py`, once per loop turn.
+Made by `make.py`. Called by `engine/driver.py`, once per loop turn.
 """
 
 from __future__ import annotations
@@ -14,18 +15,13 @@ import heapq
 from collections import deque
 from typing import TYPE_CHECKING
 
-from fdasync.cache.aux import SlotPool
-from fdasync.cache.blocks import BlockPool
 from fdasync.cache.identity import block_key
-from fdasync.cache.prefix import PrefixIndex
-from fdasync.cache.snapshots import SnapshotPool
 from fdasync.errors import InvariantBroken
-from fdasync.events.actions import Action, CopyRows, EmitTokens, FinishRequest, RowSpan, TellBlocks, WakeAt
+from fdasync.events.actions import Action, CopyRows, EmitTokens, FinishRequest, TellBlocks, WakeAt
 from fdasync.events.catalog import (
     AbortRequested,
     CacheResetRequested,
     Event,
-    LeaseAsked,
     Notice,
     PauseRequested,
     RequestPrepared,
@@ -40,30 +36,21 @@ from fdasync.events.catalog import (
     WeightsChanged,
     WeightsRelabelled,
 )
-from fdasync.scheduler.disagg.decode import DecodeSide
-from fdasync.scheduler.disagg.prefill import PrefillSide
-from fdasync.scheduler.drafts import StepDrafts
 from fdasync.scheduler.runs import one_each, take_runs
-from fdasync.scheduler.state.pausing import PAUSED, Pausing
-from fdasync.scheduler.state.policy import Candidate, own_policy
-from fdasync.scheduler.state.queues import SequenceQueues
+from fdasync.scheduler.state.attachment import Attachment, asked
+from fdasync.scheduler.state.pausing import PAUSED
+from fdasync.scheduler.state.policy import Candidate
 from fdasync.scheduler.state.sequence import Sequence, State
-from fdasync.scheduler.state.weights import Weights
-from fdasync.scheduler.stats import Counters, Parts, check, collect_stats
-from fdasync.scheduler.step_planner import StepPlan, StepPlanner
-from fdasync.scheduler.tiers.snapshot_planner import SnapshotPlanner
-from fdasync.scheduler.tiers.store_planner import StorePlanner
-from fdasync.scheduler.tiers.swap_planner import SwapPlanner
-from fdasync.scheduler.tiers.tiers import Tiers
-from fdasync.scheduler.tiers.write_policy import WritePolicy
+from fdasync.scheduler.stats import Counters, check, collect_stats
+from fdasync.scheduler.step_planner import StepPlanner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from fdasync.drafting import Drafter
     from fdasync.events.actions import FinishReason
-    from fdasync.scheduler.state.config import SchedulerConfig
+    from fdasync.scheduler.parts import Parts
     from fdasync.scheduler.state.policy import Policy
+    from fdasync.scheduler.state.step_plan import StepPlan
     from fdasync.stats import SchedulerStats
 
 _NEVER = float("inf")
@@ -77,75 +64,38 @@ class Scheduler:
     """See the module. Not thread-safe, not re-entrant.
 
     Args:
-        policy: the policy that `config` names; None: it is one of the package's own.
-        drafter: the drafter that `config` names, made with `drafter_limits`; None: it is made here, which raises
-            PluginError and ConfigError.
+        parts: what it stands on; nothing else uses them.
+        policy: the policy that the configuration names.
+        attachments: who else has a say, in the order in which they are asked.
 
     Attributes:
-        config: its configuration.
-        index: blocks by identity, in all tiers.
-        weights: the weights in use.
-        pausing: whether steps are planned, and for which sequences.
+        config, index, weights, pausing, sequences, queues, swap_planner, store_planner, tiers: see `Parts`.
+        attachments: as given.
         resets: how many `CacheResetRequested` were read.
-        queues: where every sequence stands.
-        snapshot_planner: decides where snapshots of recurrent state are taken; None: the model has KV alone.
-        swap_planner, store_planner, tiers: decide what happens below the device.
-        prefill_side, decode_side: decide which requests other instances take over, and which this one takes over.
+        now: time of the last event.
+
+    Raises InvariantBroken where two handle one event.
     """
 
-    def __init__(self, config: SchedulerConfig, policy: Policy | None = None, drafter: Drafter | None = None) -> None:
-        self.config = config
-        self._policy = policy or own_policy(config.policy, config.policy_config)
-        slots = SlotPool(config.num_blocks + config.num_host_blocks) if config.capture else None
-        snapshots = SnapshotPool(config.num_snapshots, config.num_host_snapshots) if config.recurrent else None
-        pool = BlockPool(config.num_blocks, slots, config.num_host_blocks, snapshots)
-        self.index = PrefixIndex(pool, enabled=config.prefix_cache, kv_events=config.kv_events)
-        self._spans: list[RowSpan] = []
-        self._sequences: dict[int, Sequence] = {}
-        self.swap_planner = SwapPlanner(config, self.index)
-        self.snapshot_planner = (
-            None if snapshots is None else SnapshotPlanner(config, snapshots, self.index, self.swap_planner)
-        )
-        self.store_planner = StorePlanner(config, self.index, self.swap_planner.keep, self.swap_planner.keep_snapshot)
-        self.weights = Weights(config.namespace, config.weight_version, config.weights_id)
-        self.pausing = Pausing()
-        self._writes = WritePolicy(config, self.swap_planner, self.store_planner)
-        self.queues = SequenceQueues(
-            config.block_tokens,
-            self.index,
-            self._spans,
-            self._writes.write_back,
-            asks_store=self.store_planner.enabled,
-        )
-        self.tiers = Tiers(
-            self.index, self._sequences, self.queues, self.swap_planner, self.store_planner, self.weights
-        )
-        self.prefill_side = PrefillSide(config, self.swap_planner, self.weights, self.pausing)
-        self.decode_side = DecodeSide(config, self.index, self.queues, self.swap_planner, self.pausing)
-        self._drafts = StepDrafts(config, drafter) if config.drafter or config.own_drafter else None
-        self._parts = Parts(
-            self.index,
-            self.queues,
-            self.swap_planner,
-            self.store_planner,
-            self.prefill_side,
-            self.decode_side,
-            self._drafts,
-        )
-        self._step_planner = StepPlanner(
-            config,
-            self.index,
-            self.queues,
-            self.swap_planner,
-            self.store_planner,
-            self.prefill_side,
-            self.pausing,
-            self._drafts,
-            self.snapshot_planner,
-        )
+    def __init__(self, parts: Parts, policy: Policy, attachments: tuple[Attachment, ...]) -> None:
+        self._parts = parts
+        self._policy = policy
+        self.attachments = attachments
+        self.config = config = parts.config
+        self.index = parts.index
+        self.weights = parts.weights
+        self.pausing = parts.pausing
+        self.sequences = parts.sequences
+        self.queues = parts.queues
+        self.swap_planner = parts.swap_planner
+        self.store_planner = parts.store_planner
+        self.tiers = parts.tiers
+        self._spans = parts.spans
+        self._writes = parts.writes
+        self._step_planner = StepPlanner(parts)
         # an engine of the device alone enters nothing of `tiers/` in a turn
         self._has_tiers = config.num_host_blocks > 0 or config.store
-        self._now = 0.0
+        self.now = 0.0
         self._step_ended_at = 0.0
         self._inflight: deque[StepPlan] = deque()
         # the last step that gave runs of tokens
@@ -165,18 +115,43 @@ class Scheduler:
             StopMatched: self._on_stop_matched,
             StepFailed: self._on_step_failed,
             TimerFired: self._on_timer,
-            LeaseAsked: self._on_lease_asked,
             SwapDone: self._on_swap_done,
-            **self.tiers.handlers,
-            **self.prefill_side.handlers,
-            **self.decode_side.handlers,
             PauseRequested: self._on_pause,
             ResumeRequested: self._on_resume,
             SleepRequested: self._on_sleep,
             CacheResetRequested: self._on_reset,
             WeightsChanged: self._on_weights,
             WeightsRelabelled: self._on_label,
+            **self.tiers.handlers,
         }
+        handlers = self._handlers
+        for one in attachments:
+            one.core = self
+            twice = handlers.keys() & one.handlers.keys()
+            if twice:
+                raise InvariantBroken(f"two handle {sorted([kind.__name__ for kind in twice])}")
+            handlers.update(one.handlers)
+        for one in attachments:
+            for kind, also in one.also.items():
+                handlers[kind] = _both(handlers[kind], one, also)
+        self._prepared = asked(Attachment.prepared, attachments)
+        self.bind()
+
+    def bind(self) -> None:
+        """See `Core`."""
+        awake = [one for one in self.attachments if one.awake]
+        self._ring = asked(Attachment.ring, awake)
+        self._begin = asked(Attachment.begin, awake)
+        self._plan = asked(Attachment.plan, awake)
+        self._wake_ats = asked(Attachment.wake_at, awake)
+        self._stepped = asked(Attachment.stepped, awake)
+        self._sealed = asked(Attachment.sealed, awake)
+        self._answers = asked(Attachment.answers, awake)
+        self._computed = asked(Attachment.computed, awake)
+        self._ended = asked(Attachment.ended, awake)
+        self._has_begun = asked(Attachment.has_begun, awake)
+        self._start_anew = asked(Attachment.start_anew, awake)
+        self._step_planner.bind(awake)
 
     # -- the one entry ----------------------------------------------------------------------------
 
@@ -186,33 +161,32 @@ class Scheduler:
         Raises InvariantBroken when events contradict the protocol; the engine then fails.
         """
         for event in events:
-            self._now = event.at
+            self.now = event.at
             handler = self._handlers.get(type(event))
             if handler is not None:
                 handler(event)
             elif not isinstance(event, Notice):
                 raise InvariantBroken(f"the scheduler knows no event {type(event).__name__}")
-        self._expire(self._now)
+        self._expire(self.now)
         if self.pausing.stage == "clearing":
-            # before both sides' ends and answers are taken
             self._fall_asleep()
-        if self.prefill_side.hand_offs:
-            self.prefill_side.ring(self._now)
-            # before anything is planned: sequences that end give back blocks that others wait for
-            self._take_ends(self.prefill_side.ends)
+        for ring in self._ring:
+            ring(self.now)
         if self.queues.fresh:
-            self.tiers.take_fresh(self._now)
-        handed = self._plan_leases()
+            self.tiers.take_fresh(self.now)
+        first: list[Action] = []
+        for begin in self._begin:
+            first += begin(self.now)
         if self.pausing.stage == "winding_down":
             self.pausing.settle()
         paused = self.pausing.stage in PAUSED
         steps: list[Action] = []
         while len(self._inflight) < self.config.pipeline_depth and not paused:
             preemptions = self.queues.preemptions
-            planned = self._step_planner.plan(self._now)
+            planned = self._step_planner.plan(self.now)
             # a preempted sequence must not be matched again under old identities
             if self.queues.fresh:
-                self.tiers.take_fresh(self._now)
+                self.tiers.take_fresh(self.now)
             if planned is None:
                 if self.queues.preemptions > preemptions:
                     # another sequence may have been left out for want of the preempted one's blocks
@@ -220,14 +194,14 @@ class Scheduler:
                 break
             steps.append(planned[0])
             self._inflight.append(planned[1])
-        if self.prefill_side.hand_offs or self.prefill_side.actions:
-            steps += self.prefill_side.plan(self._now)
+        for plan in self._plan:
+            steps += plan(self.now)
         if self._has_tiers or self.tiers.hashes:
             steps += self.tiers.plan(paused=paused, falls_asleep=self.pausing.stage == "clearing")
         if self.pausing.stage == "clearing":
             # after the copies, which give up what finds no place on the host
             self._settle_sleep()
-        return self._gather(steps, handed)
+        return self._gather(first, steps)
 
     def _on_step_failed(self, event: StepFailed) -> None:
         raise InvariantBroken(f"step {event.step_id} failed and the engine went on: {event.problem}")
@@ -236,9 +210,8 @@ class Scheduler:
         # a loop's clock is coarse, so the timer may be early: `_gather` sets it again if there is still time left
         self._wake_at = float("inf")
 
-    def _gather(self, steps: list[Action], handed: Iterable[Action] = ()) -> list[Action]:
-        # a first token from another instance reaches its request before the request can end
-        actions: list[Action] = [*handed, *self._emits]
+    def _gather(self, first: Iterable[Action] = (), steps: Iterable[Action] = ()) -> list[Action]:
+        actions: list[Action] = [*first, *self._emits]
         # rows are read before anything that is planned now may write their slots again
         if self._spans:
             actions.append(CopyRows(tuple(self._spans)))
@@ -253,10 +226,8 @@ class Scheduler:
             actions.append(TellBlocks(added, tuple([key for key, here in kv_events.items() if not here])))
             kv_events.clear()
         wake_at = self._deadlines[0][0] if self._deadlines else _NEVER
-        if self.prefill_side.hand_offs:
-            wake_at = min(wake_at, self.prefill_side.wake_at)
-        if self.decode_side.leases:
-            wake_at = min(wake_at, self.decode_side.wake_at)
+        for wants in self._wake_ats:
+            wake_at = min(wake_at, wants())
         if wake_at not in (self._wake_at, _NEVER):
             self._wake_at = wake_at
             actions.append(WakeAt(wake_at))
@@ -265,130 +236,95 @@ class Scheduler:
     # -- arrivals and ends ------------------------------------------------------------------------
 
     def _on_prepared(self, event: RequestPrepared) -> None:
-        seq = self._add(event, self._sequences.get(event.group))
+        seq = self.add(event, self.sequences.get(event.group))
         # what was hashed under other weights is hashed again
         seq.indexed = event.namespace == self.weights.namespace
         self.queues.enqueue(seq)
-        if event.decoders:
-            self.prefill_side.enter(seq, event, event.at)
+        for prepared in self._prepared:
+            prepared(seq, event)
 
-    def _add(self, event: RequestPrepared, first: Sequence | None) -> Sequence:
-        if event.key in self._sequences:
+    def add(self, event: RequestPrepared, first: Sequence | None = None) -> Sequence:
+        """See `Core`."""
+        if event.key in self.sequences:
             raise InvariantBroken(f"sequence {event.key} was prepared twice")
         order = self._policy.order(
             Candidate(
                 priority=event.priority,
                 arrival=self._arrivals,
-                arrived_at=self._now if event.arrived_at is None else event.arrived_at,
+                arrived_at=self.now if event.arrived_at is None else event.arrived_at,
                 prompt_tokens=len(event.tokens),
                 group=event.group,
             )
         )
         seq = Sequence(event, order, self.weights, first)
         self._arrivals += 1
-        self._sequences[seq.key] = seq
+        self.sequences[seq.key] = seq
         if seq.deadline != float("inf"):
             heapq.heappush(self._deadlines, (seq.deadline, seq.key))
-            if len(self._deadlines) > 2 * len(self._sequences) + 64:
+            if len(self._deadlines) > 2 * len(self.sequences) + 64:
                 # most belong to requests that ended long before their deadline
-                self._deadlines = [entry for entry in self._deadlines if entry[1] in self._sequences]
+                self._deadlines = [entry for entry in self._deadlines if entry[1] in self.sequences]
                 heapq.heapify(self._deadlines)
         return seq
 
-    # -- requests that another instance prefills --------------------------------------------------
-
-    def _on_lease_asked(self, event: LeaseAsked) -> None:
-        seqs: list[Sequence] = []
-        for request in event.requests:
-            seqs.append(self._add(request, seqs[0] if seqs else None))
-        for seq in seqs:
-            seq.lease = event.requests[0].group
-            self.queues.to_leased(seq)
-        self.decode_side.asked(event, seqs, self.weights.namespace)
-
-    def _plan_leases(self) -> list[Action]:
-        """The decode side's actions of this turn. Samples whose blocks are here begin to decode, unless their first
-        token is their last; samples that lost their lease end. An engine without leases returns at once."""
-        decode_side = self.decode_side
-        if not (decode_side.leases or decode_side.actions or decode_side.started or decode_side.ends):
-            return []
-        actions = decode_side.plan(self._now)
-        for seq, hand in decode_side.started:
-            seq.lease = -1
-            self._check_stop(seq, hand.token)
-            if seq.state is State.LEASED:
-                if len(seq.tokens) >= seq.max_len:
-                    self._complete(seq, "length")
-                else:
-                    self.queues.handed_over(seq)
-        decode_side.started.clear()
-        self._take_ends(decode_side.ends)
-        return actions
-
-    def _take_ends(self, ends: list[tuple[Sequence, FinishReason, str]]) -> None:
-        for seq, reason, note in ends:
-            if seq.state is not State.ENDED:
-                self._end(seq, reason, seq.num_output if reason == "handed_over" else 0, note=note)
-        ends.clear()
-
     def _on_abort(self, event: AbortRequested) -> None:
         for key in event.keys:
-            seq = self._sequences.get(key)
+            seq = self.sequences.get(key)
             if seq is None:
                 self._counters.late_aborts += 1
             elif seq.has_begun or not event.begun_only:
-                self._end(seq, event.reason, seq.num_output)
+                self.end(seq, event.reason, seq.num_output)
 
     def _expire(self, now: float) -> None:
         while self._deadlines:
             deadline, key = self._deadlines[0]
-            seq = self._sequences.get(key)
+            seq = self.sequences.get(key)
             if seq is not None:
                 if deadline > now:
                     return
-                self._end(seq, "deadline", seq.num_output)
+                self.end(seq, "deadline", seq.num_output)
             heapq.heappop(self._deadlines)
 
     def _on_stop_checked(self, event: StopChecked) -> None:
-        seq = self._sequences.get(event.key)
+        seq = self.sequences.get(event.key)
         if seq is None:
             return
         seq.checked = event.num_tokens
         if seq.ending is not None and seq.checked >= seq.ending[1]:
-            self._end(seq, *seq.ending)
+            self.end(seq, *seq.ending)
 
     def _on_stop_matched(self, event: StopMatched) -> None:
-        seq = self._sequences.get(event.key)
+        seq = self.sequences.get(event.key)
         if seq is None:
             return
         if not 0 < event.keep_tokens <= seq.num_output:
             raise InvariantBroken(f"a stop matched at token {event.keep_tokens} of {seq.num_output} of {seq.key}")
-        self._end(seq, "stop", event.keep_tokens)
+        self.end(seq, "stop", event.keep_tokens)
 
     def _complete(self, seq: Sequence, reason: FinishReason, matched: int = -1) -> None:
         """The sequence has all its tokens; a stop string may still cut them (docs/design.md, rule 14)."""
         if seq.ending is not None:
             return
-        if seq.hand_off is not None:
-            self.prefill_side.computed(seq)
+        if any(computed(seq) for computed in self._computed):
             return
         if not seq.checks_stops or seq.checked >= seq.num_output:
-            self._end(seq, reason, seq.num_output, matched)
+            self.end(seq, reason, seq.num_output, matched)
             return
         seq.ending = (reason, seq.num_output, matched)
         seq.stop_ids = frozenset()
         seq.emits = False
         self.queues.to_tail(seq)
 
-    def _end(self, seq: Sequence, reason: FinishReason, keep: int, matched: int = -1, note: str = "") -> None:
-        """The one place where a sequence ends."""
+    def end(self, seq: Sequence, reason: FinishReason, keep: int, matched: int = -1, note: str = "") -> None:
+        """The one place where a sequence ends; see `Core`."""
         if seq.ending is not None:
             # tokens that came while a stop answer was awaited are overrun, for whatever reason it ends now
             keep = min(keep, seq.ending[1])
-        if seq.hand_off is not None and reason != "handed_over":
-            # the decode instance gives its first token; this result is empty
-            keep = 0
         seq.take_rows(seq.computed, self.config.block_tokens, self._spans)
+        if self._has_tiers:
+            self.tiers.leave(seq)
+        for ended in self._ended:
+            keep = ended(seq, reason, keep)
         output = tuple(seq.tokens[seq.prompt_len : seq.prompt_len + keep])
         num_rows = 0
         if seq.start >= 0:
@@ -396,7 +332,6 @@ class Scheduler:
             num_rows = max(min(last, seq.rows_have) - seq.start, 0)
         cached = seq.cached_tokens or (0, 0, 0)
         spans = tuple([span for span in seq.spans if span[0] < keep])
-        drafts = None if self._drafts is None else self._drafts.end(seq, self._now)
         self._finishes.append(
             FinishRequest(
                 key=seq.key,
@@ -407,19 +342,13 @@ class Scheduler:
                 spans=spans,
                 matched_stop=matched,
                 note=note,
-                drafts=drafts,
+                drafts=seq.drafts,
             )
         )
         self._count_end(seq, keep)
-        del self._sequences[seq.key]
+        del self.sequences[seq.key]
         seq.stop_ids = frozenset()
         seq.emits = False
-        if self._has_tiers:
-            self.tiers.leave(seq)
-        if seq.hand_off is not None:
-            self.prefill_side.leave(seq, reason)
-        if seq.lease >= 0:
-            self.decode_side.leave(seq, seq.lease)
         if self.pausing.stage == "winding_down":
             self.pausing.ended(seq)
         self.queues.end(seq)
@@ -439,9 +368,9 @@ class Scheduler:
 
         It plans nothing, and is no turn: no trace has it. It must not be called after `handle` raised.
         """
-        for seq in list(self._sequences.values()):
-            self._end(seq, "failed", seq.num_output)
-        return self._gather([])
+        for seq in list(self.sequences.values()):
+            self.end(seq, "failed", seq.num_output)
+        return self._gather()
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -449,8 +378,6 @@ class Scheduler:
         plan = self._inflight.popleft() if self._inflight else None
         if plan is None or plan.step_id != event.step_id:
             raise InvariantBroken(f"step {event.step_id} is done, but {plan and plan.step_id} was in flight first")
-        if self.snapshot_planner is not None:
-            self.snapshot_planner.pool.step_done(plan.step_id)
         tokens = event.tokens
         samplers = [chunk.seq for chunk in plan.chunks if chunk.last]
         # (sequence, how many tokens its decode gave) of sequences that are due, or may have ended
@@ -480,8 +407,8 @@ class Scheduler:
             if self.queues.is_draining:
                 self._counters.dropped += sum(1 for seq in plan.decodes if seq.state is State.ENDED)
         seconds = self._measure(plan, event.at)
-        if self._drafts is not None:
-            self._drafts.done(plan.decodes, samplers, event, None if plan.chunks else seconds)
+        for stepped in self._stepped:
+            stepped(plan, samplers, event, seconds)
         for chunk in plan.chunks:
             self._chunk_done(chunk.seq, chunk.start, chunk.stop)
         first = len(tokens) - len(samplers)
@@ -511,11 +438,11 @@ class Scheduler:
                 seq.due = min(seq.near, length - (length - 1) % size + size)
             elif seq.state is State.DECODE:
                 due[seq.key] = seq
-        if self._drafts is not None:
+        for answers in self._answers:
             for seq in samplers:
                 # its last token may have been planned already
                 if seq.state is State.DECODE or (seq.state is State.TAIL and len(seq.tokens) < seq.max_len):
-                    self._drafts.begin(seq)
+                    answers(seq)
         self.queues.step_done(plan.step_id)
 
     def _measure(self, plan: StepPlan, now: float) -> float:
@@ -528,6 +455,12 @@ class Scheduler:
                 self.store_planner.rates.prefilled(tokens, now - started)
         return now - started
 
+    def took(self, seq: Sequence, token: int) -> None:
+        """See `Core`."""
+        self._check_stop(seq, token)
+        if len(seq.tokens) >= seq.max_len and seq.state is not State.ENDED:
+            self._complete(seq, "length")
+
     def _check_stop(self, seq: Sequence, token: int) -> None:
         if token in seq.stop_ids and len(seq.tokens) >= seq.min_len:
             self._complete(seq, "stop", token)
@@ -536,6 +469,8 @@ class Scheduler:
         size = self.config.block_tokens
         for number in range(start // size, stop // size):
             self.index.seal(seq.blocks[number])
+            for sealed in self._sealed:
+                sealed(seq, number, seq.keys[number] if self.index.enabled and seq.indexed else None)
             if self._writes.through:
                 self._writes.write_through(seq, number)
         seq.computed_prefill = stop
@@ -556,8 +491,8 @@ class Scheduler:
                 key = block_key(parent, seq.tokens[number * size : (number + 1) * size])
                 seq.keys.append(key)
             self.index.seal(seq.blocks[number], key)
-            if self.snapshot_planner is not None:
-                self.snapshot_planner.sealed(seq, number, key)
+            for sealed in self._sealed:
+                sealed(seq, number, key)
             if self._writes.through:
                 self._writes.write_through(seq, number)
             # apart by the key, so that sequences that began together do not ask in the same step
@@ -571,13 +506,11 @@ class Scheduler:
         self.pausing.requests += 1
         if event.mode == "wait":
             self.pausing.wind_down(self._begun(), event.at)
-            if self.prefill_side.hand_offs:
-                self.prefill_side.hold_back()
             return
         self.pausing.pause(event.at)
         if event.mode == "abort":
-            for seq in list(self._sequences.values()):
-                self._end(seq, "abort", seq.num_output)
+            for seq in list(self.sequences.values()):
+                self.end(seq, "abort", seq.num_output)
         elif event.mode == "retract":
             for seq in self.queues.retract():
                 self.swap_planner.forget(seq)
@@ -585,26 +518,17 @@ class Scheduler:
     def _begun(self) -> list[Sequence]:
         """The sequences of requests that have begun: a sample of them was admitted here, or another instance and this
         one have agreed on its hand-off. A request goes on as a whole: the caller may have tokens of one sample."""
-        live = list(self._sequences.values())
-        groups = {seq.group for seq in live if seq.has_begun or self._has_begun(seq)}
+        live = list(self.sequences.values())
+        waits = (State.WAITING, State.LEASED)
+        groups = {
+            seq.group
+            for seq in live
+            if seq.has_begun or seq.state not in waits or any(has_begun(seq) for has_begun in self._has_begun)
+        }
         return [seq for seq in live if seq.group in groups]
 
-    def _has_begun(self, seq: Sequence) -> bool:
-        if seq.state is State.WAITING:
-            return seq.hand_off is not None and seq.hand_off.granted
-        if seq.state is State.LEASED:
-            lease = self.decode_side.leases.get(seq.lease)
-            # without its lease it starts, or ends, in this turn
-            return lease is None or lease.granted
-        return True
-
     def _on_resume(self, event: ResumeRequested) -> None:
-        held_s = self.pausing.resume(event.at)
-        # neither side's lease or search is shorter for it
-        if self.prefill_side.hand_offs:
-            self.prefill_side.resumed(held_s)
-        if self.decode_side.leases:
-            self.decode_side.resumed(held_s)
+        self.pausing.resume(event.at)
 
     # -- sleep --------------------------------------------------------------------------------------
 
@@ -620,10 +544,8 @@ class Scheduler:
         if self._inflight:
             return
         # what another instance was promised, or sends, has its place on the device
-        for seq in self.prefill_side.start_anew(self._now, "the engine fell asleep during its hand-over"):
-            self.queues.leave(seq)
-        if self.decode_side.leases:
-            self.decode_side.drop_all("the engine falls asleep")
+        for start_anew in self._start_anew:
+            start_anew("sleep")
 
     def _settle_sleep(self) -> None:
         """The sleep is deep as soon as no block of the device is used, and none is to go to the host."""
@@ -640,34 +562,37 @@ class Scheduler:
             raise InvariantBroken("the weights changed while a step was in flight")
         weights = self.weights
         weights.namespace, weights.version, weights.weights_id = event.namespace, event.version, event.weights_id
-        for seq in self.prefill_side.start_anew(event.at, "the weights changed during its hand-over"):
-            self.queues.leave(seq)
-        self.decode_side.drop_all("the weights changed")
+        for start_anew in self._start_anew:
+            start_anew("weights")
         self.tiers.new_weights(event)
 
     def _on_label(self, event: WeightsRelabelled) -> None:
         self.weights.version = event.version
-        for seq in self._sequences.values():
+        for seq in self.sequences.values():
             seq.new_weights(self.weights)
 
     def _on_reset(self, _event: CacheResetRequested) -> None:
         self.resets += 1
-        self.decode_side.reset_cache()
         self.tiers.reset_cache()
 
     def _on_swap_done(self, event: SwapDone) -> None:
         self.tiers.copied(event.copy_id)
-        if self.decode_side.copies:
-            self.decode_side.copied(event.copy_id)
 
     # -- statistics and checks --------------------------------------------------------------------
 
     def stats(self) -> SchedulerStats:
         """Counters since the start, gauges of now."""
-        return collect_stats(
-            self._counters, self._parts, weight_version=self.weights.version, paused=self.pausing.stage in PAUSED
-        )
+        return collect_stats(self._counters, self._parts, self.attachments)
 
     def check(self) -> None:
         """Raise InvariantBroken unless blocks, slots, pins and queues agree. For tests and idle time."""
-        check(self._sequences.values(), self._parts, steps=bool(self._inflight), stage=self.pausing.stage)
+        check(self._parts, self.attachments, steps=bool(self._inflight))
+
+
+def _both(handler: Callable[..., None], one: Attachment, also: Callable[..., None]) -> Callable[..., None]:
+    def handle(event: Event) -> None:
+        handler(event)
+        if one.awake:
+            also(event)
+
+    return handle

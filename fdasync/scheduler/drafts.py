@@ -6,31 +6,31 @@ it may be preempted: the drafter keeps what it knows, and the sequence drafts ag
 drafter is switched off, since its drafts do not pay, tokens cost nothing here: they stand in the sequence anyway.
 Before it is asked again it is told everything of those that live, at once, and of the latest of their groups that
 ended; a drafter that outlasts sequences is told of each at its end. This module knows no queue and no block;
-`fdasync.drafting` says which drafts pay. Called by `core.py` and `step_planner.py`, where there is a drafter.
+`fdasync.drafting` says which drafts pay. It is an attachment of the scheduler, where there is a drafter.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fdasync.drafting import Beginning, DraftCounters, DrafterLimits, DraftPlanner, OwnBudget, make_drafter
 from fdasync.errors import InvariantBroken
+from fdasync.scheduler.state.attachment import Attachment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from fdasync.drafting import Drafter
-    from fdasync.events.actions import Drafts
+    from fdasync.events.actions import FinishReason
     from fdasync.events.catalog import StepDone
     from fdasync.scheduler.state.config import SchedulerConfig
     from fdasync.scheduler.state.sequence import Sequence
+    from fdasync.scheduler.state.step_plan import StepPlan
 
 # latest sequences that ended untold: so many for each that may run
 _OVER = 4
-#: of a drafter that is none
-NO_DRAFTS = DraftCounters("", 0, 0, 0)
 
 
 def drafter_limits(config: SchedulerConfig) -> DrafterLimits:
@@ -72,7 +72,7 @@ class _Live:
         return Beginning(seq.key, seq.group, tokens[:cut], tokens[cut:], seq.max_len, seq.salt, steps)
 
 
-class StepDrafts:
+class StepDrafts(Attachment):
     """See the module. Its methods raise PluginError where the drafter raises or breaks its contract; then the scheduler
     cannot go on.
 
@@ -112,37 +112,29 @@ class StepDrafts:
         self._decodes: list[Sequence] = []
         self._keys: tuple[int, ...] = ()
 
-    def begin(self, seq: Sequence) -> None:
-        """The sequence has a token of its answer, and decodes. Does nothing where it has begun before."""
+    def answers(self, seq: Sequence) -> None:
+        """Does nothing where the sequence has begun before."""
         if self._own.drafter:
             self._begun.setdefault(seq.key, (0, 0, 0))
         if self._planner is not None and seq.key not in self._live:
             self._live[seq.key] = self._untold[seq.key] = _Live(seq)
 
-    def propose(self, decodes: list[Sequence], now: float) -> tuple[Drafts | None, int | None]:
-        """Drafts for the step that is being planned, which decodes these; None: it has none. And how many the runner
-        drafts behind it (`RunStep.own_drafts`). Called for every step."""
-        drafts = None
+    def planned(self, plan: StepPlan) -> None:
+        """Drafts for the step, and how many the runner drafts behind it (`RunStep.own_drafts`)."""
+        decodes = plan.decodes
         if self._planner is not None:
             if decodes is not self._decodes:
                 self._decodes = decodes
                 self._keys = tuple([seq.key for seq in decodes])
-            drafts = self._planner.plan(self._keys, lambda: self._tell(now))
-        if self._own_budget is None:
-            return drafts, None
-        self._with_paths.append(drafts is not None)
-        return drafts, self._own_budget.plan(len(decodes))
+            plan.drafts = self._planner.plan(self._keys, self._tell)
+        if self._own_budget is not None:
+            self._with_paths.append(plan.drafts is not None)
+            plan.own_drafts = self._own_budget.plan(len(decodes))
 
-    def done(self, decodes: list[Sequence], samplers: list[Sequence], event: StepDone, seconds: float | None) -> None:
-        """The oldest step in flight completed.
-
-        Args:
-            decodes: as `propose` got them for this step.
-            samplers: sequences whose last chunk it computed.
-            seconds: what the step took, if it did nothing but decode.
-        """
+    def stepped(self, plan: StepPlan, samplers: list[Sequence], event: StepDone, seconds: float) -> None:
+        decodes, decodes_s = plan.decodes, None if plan.chunks else seconds
         if self._own.drafter:
-            self._count_own(decodes, event, seconds)
+            self._count_own(decodes, event, decodes_s)
         if self._planner is None:
             return
         keys = self._keys if decodes is self._decodes else tuple([seq.key for seq in decodes])
@@ -151,19 +143,19 @@ class StepDrafts:
         counts = event.counts
         if counts is not None and counts.count(1) == len(counts) == len(event.tokens):
             counts = None
-        is_told = self._planner.done(keys, counts, event.tokens, seconds=seconds)
+        is_told = self._planner.done(keys, counts, event.tokens, seconds=decodes_s)
         self._lags |= not is_told
         for seq in samplers:
             live = self._live.get(seq.key)
             if live is not None and not (is_told and live.is_told):
                 live.resumed += 1
 
-    def end(self, seq: Sequence, now: float) -> tuple[int, int, int]:
-        """The sequence ended, wherever it stood; steps in flight may still name it. Returns `FinishRequest.drafts`."""
-        own = self._begun.pop(seq.key, (0, 0, 0))
+    def ended(self, seq: Sequence, reason: FinishReason, keep: int) -> int:
+        """It may end wherever it stands; steps in flight may still name it."""
+        seq.drafts = own = self._begun.pop(seq.key, (0, 0, 0))
         live = self._live.pop(seq.key, None)
         if self._planner is None or live is None:
-            return own
+            return keep
         if live.is_told:
             steps, drafted, accepted = self._planner.tally(seq.key)
             # without a lag only a run that was cut has tokens there, which are not the sequence's own
@@ -177,13 +169,14 @@ class StepDrafts:
             told = live.beginning()
             steps = told.steps
             if self._planner.outlasts:
-                self._planner.begin([told], now=now)
+                self._planner.begin([told], now=self.core.now)
             else:
                 self._over.append(told)
-        self._planner.end(seq.key, now=now)
-        return own[0] if self._own.drafter else steps, own[1] + drafted, own[2] + accepted
+        self._planner.end(seq.key, now=self.core.now)
+        seq.drafts = own[0] if self._own.drafter else steps, own[1] + drafted, own[2] + accepted
+        return keep
 
-    def _tell(self, now: float) -> None:
+    def _tell(self) -> None:
         """Tell the planner everything of the sequences that live, and of those that ended beside them."""
         assert self._planner is not None
         if self._lags:
@@ -202,21 +195,19 @@ class StepDrafts:
             groups = {live.seq.group for live in self._live.values()}
             over = [told for told in self._over if told.group in groups]
             if fresh := [*[live.beginning() for live in self._untold.values()], *over]:
-                self._planner.begin(fresh, now=now)
+                self._planner.begin(fresh, now=self.core.now)
             for told in over:
-                self._planner.end(told.key, now=now)
+                self._planner.end(told.key, now=self.core.now)
             self._untold.clear()
             self._over.clear()
 
-    @property
-    def counters(self) -> DraftCounters:
-        """Counters of the engine's drafter."""
-        return NO_DRAFTS if self._planner is None else self._planner.counters
-
-    @property
-    def own_counters(self) -> DraftCounters:
-        """Counters of the runner's own drafter."""
-        return self._own
+    def stats(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for prefix, counted in (("", self._planner and self._planner.counters), ("own_", self._own)):
+            if counted:
+                words = ("drafter", "drafted_tokens", "accepted_tokens", "drafting_steps")
+                found.update(zip([prefix + word for word in words], counted, strict=True))
+        return found
 
     def check(self, live: Iterable[Sequence]) -> None:
         """Raise InvariantBroken where a sequence that is not live has not ended here."""

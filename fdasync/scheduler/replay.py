@@ -12,8 +12,8 @@ import msgspec
 from fdasync.drafting import make_drafter as installed_drafter
 from fdasync.errors import InvariantBroken
 from fdasync.events.trace import FORMAT, TraceHeader, Turn
-from fdasync.scheduler.core import Scheduler
 from fdasync.scheduler.drafts import drafter_limits
+from fdasync.scheduler.make import make_scheduler
 from fdasync.scheduler.state.config import SchedulerConfig
 from fdasync.scheduler.state.policy import own_policy
 
@@ -52,7 +52,7 @@ def replay(
     drafter = None
     if config.drafter:
         drafter = make_drafter(config.drafter, config.drafter_config, drafter_limits(config))
-    scheduler = Scheduler(config, make_policy(config.policy, config.policy_config), drafter)
+    scheduler = make_scheduler(config, make_policy(config.policy, config.policy_config), drafter)
     decoder = msgspec.json.Decoder(Turn)
     encoder = msgspec.json.Encoder()
     for number, line in enumerate(lines[1:]):

@@ -6,39 +6,17 @@ Called by `core.py`.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fdasync.cache.snapshots import SnapshotPool
 from fdasync.errors import InvariantBroken
-from fdasync.scheduler.drafts import NO_DRAFTS
 from fdasync.scheduler.state.pausing import PAUSED
 from fdasync.stats import SchedulerStats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from fdasync.cache.blocks import HostHold
-    from fdasync.cache.prefix import PrefixIndex
-    from fdasync.scheduler.disagg.decode import DecodeSide
-    from fdasync.scheduler.disagg.prefill import PrefillSide
-    from fdasync.scheduler.drafts import StepDrafts
-    from fdasync.scheduler.state.pausing import Stage
-    from fdasync.scheduler.state.queues import SequenceQueues
-    from fdasync.scheduler.state.sequence import Sequence
-    from fdasync.scheduler.tiers.store_planner import StorePlanner
-    from fdasync.scheduler.tiers.swap_planner import SwapPlanner
-
-
-class Parts(NamedTuple):
-    """The parts of a scheduler that statistics and checks read."""
-
-    prefix: PrefixIndex
-    queues: SequenceQueues
-    swap_planner: SwapPlanner
-    store_planner: StorePlanner
-    prefill_side: PrefillSide
-    decode_side: DecodeSide
-    drafts: StepDrafts | None
+    from fdasync.scheduler.parts import Parts
+    from fdasync.scheduler.state.attachment import Attachment
 
 
 class Counters:
@@ -59,12 +37,11 @@ class Counters:
         self.hits = (0, 0, 0)
 
 
-def collect_stats(counters: Counters, parts: Parts, *, weight_version: str, paused: bool) -> SchedulerStats:
+def collect_stats(counters: Counters, parts: Parts, attachments: tuple[Attachment, ...]) -> SchedulerStats:
     """Counters since the start, gauges of now."""
-    index, queues, swap_planner, store_planner, prefill_side, decode_side, drafts = parts
+    index, queues, swap_planner, store_planner = parts.index, parts.queues, parts.swap_planner, parts.store_planner
     pool, snapshots = index.pool, index.pool.snapshots or SnapshotPool(0)
     device_hits, host_hits, store_hits = counters.hits
-    drafted, own = (NO_DRAFTS, NO_DRAFTS) if drafts is None else (drafts.counters, drafts.own_counters)
     return SchedulerStats(
         waiting=len(queues.waiting),
         running=queues.num_running + len(queues.tail),
@@ -101,22 +78,9 @@ def collect_stats(counters: Counters, parts: Parts, *, weight_version: str, paus
         late_transfers=store_planner.num_late,
         reserved_blocks=index.reserved,
         leased=len(queues.leased),
-        leases_granted=decode_side.granted,
-        leases_denied=decode_side.denied,
-        leases_dropped=decode_side.dropped,
-        received_blocks=decode_side.received,
-        hand_offs=len(prefill_side.hand_offs),
         queued_tokens=sum(len(seq.tokens) for seq in queues.waiting),
-        paused=paused,
-        weight_version=weight_version,
-        drafter=drafted.drafter,
-        drafted_tokens=drafted.drafted,
-        accepted_tokens=drafted.accepted,
-        drafting_steps=drafted.steps,
-        own_drafter=own.drafter,
-        own_drafted_tokens=own.drafted,
-        own_accepted_tokens=own.accepted,
-        own_drafting_steps=own.steps,
+        paused=parts.pausing.paused,
+        weight_version=parts.weights.version,
         used_snapshots=snapshots.num_places - snapshots.num_free,
         free_snapshots=snapshots.num_free,
         used_host_snapshots=snapshots.num_host_places - snapshots.num_host_free,
@@ -125,30 +89,31 @@ def collect_stats(counters: Counters, parts: Parts, *, weight_version: str, paus
         resumed_snapshots=snapshots.resumed,
         lost_snapshots=snapshots.lost,
         refused_snapshots=snapshots.refused,
+        **{name: value for one in attachments for name, value in one.stats().items()},
     )
 
 
-def check(sequences: Iterable[Sequence], parts: Parts, *, steps: bool, stage: Stage) -> None:
+def check(parts: Parts, attachments: tuple[Attachment, ...], *, steps: bool) -> None:
     """Raise InvariantBroken unless blocks, slots, pins, moves and queues agree, and every sequence waits for something.
 
     Args:
-        sequences: the live ones.
         steps: some are in flight.
-        stage: of a pause.
     """
-    index, queues, swap_planner, store_planner, prefill_side, decode_side, drafts = parts
+    index, queues, swap_planner, store_planner = parts.index, parts.queues, parts.swap_planner, parts.store_planner
+    stage = parts.pausing.stage
     index.check()
     if stage == "clear" and index.pool.num_free - index.reserved != index.pool.num_blocks:
         raise InvariantBroken("blocks of a device are used, and its memory may be another program's")
-    live = list(sequences)
-    if drafts is not None:
-        drafts.check(live)
+    live = list(parts.sequences.values())
+    for one in attachments:
+        one.check(live)
+    holds = [one.holds() for one in attachments]
     ref_count: dict[int, int] = {}
     holders = {id(seq): seq for seq in (*live, *queues.draining())}
     for seq in holders.values():
         for block in seq.blocks:
             ref_count[block.id] = ref_count.get(block.id, 0) + 1
-    for block in (*decode_side.held(), *swap_planner.pinned):
+    for block in (*swap_planner.pinned, *[block for held in holds for block in held.blocks]):
         ref_count[block.id] = ref_count.get(block.id, 0) + 1
     for block in index.pool.live():
         if block.ref_count != ref_count.get(block.id, 0):
@@ -160,7 +125,7 @@ def check(sequences: Iterable[Sequence], parts: Parts, *, steps: bool, stage: St
         pinned += Counter([id(seq.resume) for seq in queues.draining() if seq.resume is not None])
         held_snapshots = store_planner.snapshot_holds(live)
         partings = [seq.parting for seq in holders.values() if seq.parting is not None]
-        exchanged = (*prefill_side.held_snapshots, *decode_side.held_snapshots)
+        exchanged = [snapshot for held in holds for snapshot in held.snapshots]
         held_snapshots += Counter([id(snapshot) for snapshot in (*partings, *exchanged)])
         for snapshot in index.pool.snapshots.live():
             if snapshot.pins != pinned[id(snapshot)]:
@@ -168,18 +133,15 @@ def check(sequences: Iterable[Sequence], parts: Parts, *, steps: bool, stage: St
             if snapshot.holds != held_snapshots[id(snapshot)]:
                 raise InvariantBroken(f"{held_snapshots[id(snapshot)]} transfers and requests hold {snapshot}")
     swap_planner.check()
-    decode_side.check()
-    held: dict[HostHold, int] = {
-        **swap_planner.host_holds(),
-        **store_planner.host_holds(),
-        "receive": decode_side.num_receiving,
-    }
+    on_host: Counter[HostHold] = Counter({**swap_planner.host_holds(), **store_planner.host_holds()})
+    for held in holds:
+        on_host.update(held.host)
     found = Counter([reason for block in index.pool.live() for reason in block.host_holds])
-    for reason, count in held.items():
+    for reason, count in on_host.items():
         if found[reason] != count:
             raise InvariantBroken(f"{found[reason]} host blocks are held for {reason}, {count} should be")
     hashing = any(seq.hashing for seq in live)
     moving = swap_planner.num_in_flight or store_planner.num_waits
-    elsewhere = prefill_side.num_asked or prefill_side.num_out or decode_side.num_leases or index.lent
+    elsewhere = index.lent or any(held.waits for held in holds)
     if live and not (steps or queues.tail or moving or hashing or stage in PAUSED or elsewhere):
         raise InvariantBroken(f"{len(live)} sequences wait for nothing: the scheduler stalled")

@@ -15,7 +15,8 @@ A prefill under way takes the rest of the budget. So when a newcomer is admitted
 its end: the identities that running sequences will still compute are pending, in this step or an earlier one. That
 makes the leader rule a look at pending blocks (docs/design.md, rules 4 and 29).
 
-This module decides matching, pinning, chunking and preemption. It knows no events. Called by `core.py`.
+This module decides matching, pinning, chunking and preemption; attachments (`state/attachment.py`) have a say. It knows
+no events. Called by `core.py`.
 """
 
 from __future__ import annotations
@@ -27,70 +28,13 @@ import msgspec
 
 from fdasync.errors import InvariantBroken
 from fdasync.events.actions import BlockAppend, Chunk, RunStep, SeqStart
+from fdasync.scheduler.state.attachment import Attachment, asked
 from fdasync.scheduler.state.sequence import Sequence, State
+from fdasync.scheduler.state.step_plan import ChunkPlan, StepPlan
 
 if TYPE_CHECKING:
     from fdasync.cache.blocks import Block
-    from fdasync.cache.prefix import PrefixIndex
-    from fdasync.scheduler.disagg.prefill import PrefillSide
-    from fdasync.scheduler.drafts import StepDrafts
-    from fdasync.scheduler.state.config import SchedulerConfig
-    from fdasync.scheduler.state.pausing import Pausing
-    from fdasync.scheduler.state.queues import SequenceQueues
-    from fdasync.scheduler.tiers.snapshot_planner import SnapshotPlanner
-    from fdasync.scheduler.tiers.store_planner import StorePlanner
-    from fdasync.scheduler.tiers.swap_planner import SwapPlanner
-
-
-class ChunkPlan:
-    """A chunk in flight.
-
-    Attributes:
-        seq: the sequence that is prefilled.
-        start, stop: positions [start, stop) of it.
-        last: the chunk ends with the last known token, and samples the next one.
-    """
-
-    __slots__ = ("last", "seq", "start", "stop")
-
-    def __init__(self, seq: Sequence, start: int, stop: int, last: bool) -> None:
-        self.seq = seq
-        self.start = start
-        self.stop = stop
-        self.last = last
-
-
-class StepPlan:
-    """A step in flight, frozen when planned.
-
-    Attributes:
-        step_id: number of the step.
-        chunks: chunks of prefills.
-        decodes: sequences that decode, in the runner's order; shared between plans, never written.
-        emitters: (row, sequence) of the decodes that give tokens as they come.
-        stop_ids: every token id that may end one of the decodes.
-        planned_at: engine time.
-        full: by key, the room in the block tables of decodes that may have come to its end.
-    """
-
-    __slots__ = ("chunks", "decodes", "emitters", "full", "planned_at", "step_id", "stop_ids")
-
-    def __init__(
-        self,
-        step_id: int,
-        decodes: list[Sequence],
-        emitters: list[tuple[int, Sequence]],
-        stop_ids: frozenset[int],
-        planned_at: float,
-        full: dict[int, int],
-    ) -> None:
-        self.step_id = step_id
-        self.decodes = decodes
-        self.emitters = emitters
-        self.stop_ids = stop_ids
-        self.chunks: list[ChunkPlan] = []
-        self.planned_at = planned_at
-        self.full = full
+    from fdasync.scheduler.parts import Parts
 
 
 def _append(seq: Sequence, block: Block) -> BlockAppend:
@@ -109,28 +53,13 @@ class StepPlanner:
         due: by key, the decoding sequences that the next plan looks at.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        index: PrefixIndex,
-        queues: SequenceQueues,
-        swap_planner: SwapPlanner,
-        store_planner: StorePlanner,
-        prefill_side: PrefillSide,
-        pausing: Pausing,
-        drafts: StepDrafts | None,
-        snapshots: SnapshotPlanner | None,
-    ) -> None:
-        self._config = config
-        self._index = index
-        self._queues = queues
-        self._swap_planner = swap_planner
-        self._store_planner = store_planner
-        self._prefill_side = prefill_side
-        self._pausing = pausing
-        self._drafts = drafts
-        # None: the model has KV alone
-        self._snapshots = snapshots
+    def __init__(self, parts: Parts) -> None:
+        self._config = config = parts.config
+        self._index = parts.index
+        self._queues = parts.queues
+        self._swap_planner = parts.swap_planner
+        self._store_planner = parts.store_planner
+        self._pausing = parts.pausing
         self._most = config.max_run_tokens
         # how many positions past what is known the steps in flight and the next one may fill
         self._ahead = config.max_run_tokens * config.pipeline_depth
@@ -138,6 +67,19 @@ class StepPlanner:
         self._size = config.block_tokens
         self.due: dict[int, Sequence] = {}
         self._short = 0
+
+    def bind(self, attachments: list[Attachment]) -> None:
+        """Ask these from now on."""
+        self._may_begin = asked(Attachment.may_begin, attachments)
+        self._usable = asked(Attachment.usable, attachments)
+        self._reserving = asked(Attachment.reserve, attachments)
+        self._admitted = asked(Attachment.admitted, attachments)
+        self._started = asked(Attachment.started, attachments)
+        self._cut = asked(Attachment.cut, attachments)
+        self._chunked = asked(Attachment.chunk, attachments)
+        self._due_at = asked(Attachment.due, attachments)
+        self._decodes = asked(Attachment.decodes, attachments)
+        self._planned = asked(Attachment.planned, attachments)
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -183,8 +125,8 @@ class StepPlanner:
             if chunk.last:
                 self._join(chunk.seq, plan)
         skipped = tuple([seq.key for seq in skips if seq.state is State.DECODE])
-        drafts, own = (None, None) if self._drafts is None else self._drafts.propose(decodes, now)
-        takes = () if self._snapshots is None else self._snapshots.takes()
+        for planned in self._planned:
+            planned(plan)
         return RunStep(
             step_id=step_id,
             leaves=leaves,
@@ -192,16 +134,15 @@ class StepPlanner:
             appends=tuple(appends),
             skips=skipped,
             chunks=chunks,
-            drafts=drafts,
-            own_drafts=own,
-            snapshots=takes,
+            drafts=plan.drafts,
+            own_drafts=plan.own_drafts,
+            snapshots=plan.snapshots,
         ), plan
 
     def _attend(
         self, appends: list[BlockAppend], skips: list[Sequence], full: dict[int, int], step_id: int
     ) -> list[Sequence]:
-        """Give blocks to the sequences that are due, and have them take snapshots; returns the sequences that decode
-        for the last time."""
+        """Give blocks to the sequences that are due; returns the sequences that decode for the last time."""
         due, self.due = self.due, {}
         last_step, done_step, preemptions = self._queues.last_step, self._queues.done_step, self._queues.preemptions
         most = self._most
@@ -250,10 +191,10 @@ class StepPlanner:
             appends[:] = [a for a in appends if a.key in self._queues.decoding]
             skips[:] = [seq for seq in skips if seq.state is State.DECODE]
             lasts = [seq for seq in lasts if seq.state is State.DECODE]
-        if self._snapshots is not None:
+        for decodes in self._decodes:
             for seq, first, reach in reaches:
-                if seq.state is State.DECODE and (seq.awaited or reach + most >= seq.mark):
-                    self._snapshots.decodes(seq, first + 1, min(reach + most, seq.max_len - 1), step_id)
+                if seq.state is State.DECODE:
+                    decodes(seq, first + 1, min(reach + most, seq.max_len - 1), step_id)
         for seq in going:
             if seq.state is State.DECODE:
                 self._enter_due(seq)
@@ -266,9 +207,8 @@ class StepPlanner:
         near = seq.max_len - self._depth
         if room < seq.max_len - 1 and room + 2 - self._ahead < near:
             near = room + 2 - self._ahead
-        if self._snapshots is not None:
-            # each step that may take a snapshot is told of it
-            near = length if seq.awaited else min(near, seq.mark + 1 - self._ahead)
+        for due_at in self._due_at:
+            near = min(near, due_at(seq))
         seq.near = near
         if length < near:
             seq.due = min(near, length - (length - 1) % size + size)
@@ -298,22 +238,16 @@ class StepPlanner:
         """Plan the next chunk of a prefill within `budget`, at least 1; returns its tokens, 0 where it has to wait."""
         start = seq.planned
         stop = min(start + budget, len(seq.tokens))
-        parts = self._snapshots is not None and seq.hand_off is not None and stop == len(seq.tokens)
-        if parts and self._snapshots is not None and not self._snapshots.pool.has_room():
-            # without its state it could not be handed over: its last token waits for a place
-            parts, stop = False, stop - 1
-            if stop == start:
-                return 0
+        for cut in self._cut:
+            stop = cut(seq, start, stop)
+        if stop == start:
+            return 0
         if self._index.enabled and seq.indexed:
             size = self._config.block_tokens
             for number in range(start // size, stop // size):
                 self._index.begin(seq.blocks[number], seq.keys[number], plan.step_id)
-        if self._snapshots is not None:
-            if parts:
-                # before any other: this one must have a place
-                self._snapshots.parts(seq, plan.step_id)
-            if self._index.enabled and seq.indexed:
-                self._snapshots.prefilled(seq, start, stop, plan.step_id)
+        for chunk in self._chunked:
+            chunk(seq, start, stop, plan.step_id)
         seq.planned = stop
         seq.last_step = plan.step_id
         plan.chunks.append(ChunkPlan(seq, start, stop, stop == len(seq.tokens)))
@@ -327,8 +261,6 @@ class StepPlanner:
             return
         self._queues.to_decode(seq)
         seq.idle_step = plan.step_id - 1
-        if self._snapshots is not None:
-            self._snapshots.joined(seq)
         self._enter_due(seq)
 
     # -- admission --------------------------------------------------------------------------------
@@ -339,7 +271,7 @@ class StepPlanner:
         for seq in list(queues.loaded.values()):
             if budget <= 0 or len(queues.decoding) + len(queues.prefilling) >= self._config.max_running:
                 break
-            if seq.midway or (self._may_begin(seq, 1) and self._catch_up(seq, plan.step_id)):
+            if seq.midway or (self._lets_begin(seq) and self._catch_up(seq, plan.step_id)):
                 starts.append(self._enter(seq, plan.step_id))
                 budget -= self._chunk(seq, budget, plan)
         return budget
@@ -347,8 +279,8 @@ class StepPlanner:
     def _catch_up(self, seq: Sequence, step_id: int) -> bool:
         """Take over blocks that others computed while its own were on their way; False while a leader computes the next
         block in this very step."""
-        if self._snapshots is not None:
-            # blocks that others computed meanwhile are of use only with a later snapshot, which is rare
+        if self._usable:
+            # what it may go on from was said when it was admitted
             return True
         size = self._config.block_tokens
         limit = seq.hit_limit(size)
@@ -385,17 +317,15 @@ class StepPlanner:
             # a sequence that waits for something else than room does not hold up the others
             waits = (
                 not seq.wants_room
-                or not self._may_begin(seq, 2)
+                or not self._lets_begin(seq)
                 or (self._pausing.stage == "winding_down" and not self._pausing.lets_begin(seq))
             )
             waits = waits or (self._store_planner.enabled and self._store_planner.consider(seq, now))
             found = None if waits else self._match(seq, plan.step_id)
-            hits = found if found is None or self._snapshots is None else self._snapshots.usable(found, plan.step_id)
+            hits = found
+            for usable in self._usable:
+                hits = None if hits is None else usable(seq, hits, plan.step_id)
             if found is None or hits is None:
-                position += 1
-                continue
-            if self._snapshots is not None and not self._snapshots.could_bring(hits):
-                # steps and copies that end soon have all places: others go on without one
                 position += 1
                 continue
             if reserve is None:
@@ -404,8 +334,8 @@ class StepPlanner:
             if (held_for is not None and held_for < seq.order) or not self._reserve(seq, hits, reserve):
                 queues.walled = True
                 return
-            if self._snapshots is not None:
-                self._snapshots.pin(seq, hits, len(found) * self._size)
+            for admitted in self._admitted:
+                admitted(seq, hits, len(found) * self._size)
             if self._store_planner.enabled:
                 self._store_planner.let_go(seq)
                 self._store_planner.admitted(seq, now)
@@ -417,10 +347,8 @@ class StepPlanner:
             budget -= self._chunk(seq, budget, plan)
         queues.walled = False
 
-    def _may_begin(self, seq: Sequence, places: int) -> bool:
-        """Whether its first chunk can be planned, even as its last chunk: to be handed over it needs a place for its
-        state, besides the place of the snapshot that it starts from."""
-        return self._snapshots is None or seq.hand_off is None or self._snapshots.pool.has_room(places)
+    def _lets_begin(self, seq: Sequence) -> bool:
+        return not self._may_begin or all(may_begin(seq) for may_begin in self._may_begin)
 
     def _match(self, seq: Sequence, step_id: int) -> list[Block] | None:
         """The blocks that it need not compute; None while a leader computes the next block in this very step."""
@@ -443,8 +371,8 @@ class StepPlanner:
                 needed + (0 if alone else reserve) + sum(1 for block in hits if not block.ref_count)
             )
             return False
-        if self._snapshots is not None and not self._snapshots.bring(hits):
-            return False
+        for reserving in self._reserving:
+            reserving(seq, hits)
         seq.hit_blocks = self._hits_by_tier(seq, hits)
         self._index.pin([block for block in hits if block.id >= 0])
         for block in away:
@@ -470,8 +398,6 @@ class StepPlanner:
         """Start a sequence that has its blocks, with KV in those it found cached."""
         self._queues.to_prefill(seq)
         seq.midway = False
-        if seq.hand_off is not None:
-            self._prefill_side.begun(seq)
         size = self._config.block_tokens
         if seq.cached_tokens is None:
             host, stored = (count * size for count in seq.hit_blocks)
@@ -482,7 +408,7 @@ class StepPlanner:
         if sampler.score_from != seq.score_from:
             # it was preempted: what is scored stays
             sampler = msgspec.structs.replace(sampler, score_from=seq.score_from)
-        return SeqStart(
+        start = SeqStart(
             key=seq.key,
             tokens=array("i", seq.tokens).tobytes(),
             num_cached=seq.planned,
@@ -490,8 +416,11 @@ class StepPlanner:
             slots=tuple([slot.id for slot in slots]),
             generations=tuple([slot.generation for slot in slots]),
             sampler=sampler,
-            snapshot=-1 if self._snapshots is None else self._snapshots.started(seq, step_id),
+            snapshot=-1 if seq.resume is None else seq.resume.place,
         )
+        for started in self._started:
+            started(seq, step_id)
+        return start
 
     # -- shortage ---------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import msgspec
 from fdasync.engine.driver import Driver
 from fdasync.events.bus import EventBus
 from fdasync.runner.base import CopyOutput, Runner, StepOutput
-from fdasync.scheduler import Scheduler, SchedulerConfig
+from fdasync.scheduler import SchedulerConfig, make_scheduler
 
 
 class HandRunner(Runner):
@@ -109,7 +109,7 @@ class Stage:
         self.loop = asyncio.get_running_loop()
         self.runner = HandRunner(self.log)
         self.output = Output(self.log)
-        self.scheduler = scheduler or Scheduler(Script.config)
+        self.scheduler = scheduler or make_scheduler(Script.config)
         values = {"step_deadline_s": 60.0, "trace": None, "on_failure": self.failures.append}
         self.bus = EventBus(self.loop.time)
         told = Told(self.log)

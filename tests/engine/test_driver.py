@@ -11,7 +11,7 @@ from fdasync.events.actions import FinishRequest, SwapIn, SwapOut, WakeAt
 from fdasync.events.catalog import StopChecked, SwapDone, TimerFired
 from fdasync.events.trace import TraceRing
 from fdasync.runner.base import CopyOutput
-from fdasync.scheduler import Scheduler
+from fdasync.scheduler import make_scheduler
 from tests.engine.driver_stage import Script, Stage
 from tests.support.helpers import hold_up, make_request
 
@@ -90,7 +90,7 @@ async def test_taps_are_fed_after_the_turn_and_in_order():
 
 
 async def test_turns_are_recorded():
-    scheduler = Scheduler(Script.config)
+    scheduler = make_scheduler(Script.config)
     ring = TraceRing(scheduler.config, 10)
     stage = Stage(scheduler, trace=ring)
     stage.bus.publish(make_request(1, range(5), 1, 4))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from fdasync.scheduler import Scheduler, SchedulerConfig
+from fdasync.scheduler import SchedulerConfig, make_scheduler
 from tests.support.paged_runner import PagedRunner, whole_output
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Ledger:
 
     def open(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.scheduler = Scheduler(config)
+        self.scheduler = make_scheduler(config)
         self.runner = PagedRunner(config)
         self.requests: dict[int, RequestPrepared] = {}
         self.finished: dict[int, FinishRequest] = {}

@@ -42,7 +42,7 @@ from fdasync.events.catalog import (
     TimerFired,
     WeightsChanged,
 )
-from fdasync.scheduler import Scheduler, SchedulerConfig
+from fdasync.scheduler import SchedulerConfig, make_scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -79,7 +79,7 @@ class Table:
             "policy": "arrival",
         }  # fmt: skip
         self.config = SchedulerConfig(**{**values, **config})
-        self.scheduler = Scheduler(self.config)
+        self.scheduler = make_scheduler(self.config)
         self.now = 1.0
         self.namespace = self.config.namespace
         self.flying: list[RunStep] = []

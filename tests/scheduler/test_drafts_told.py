@@ -64,6 +64,7 @@ class World:
             drafter="listener",
         )  # fmt: skip
         self.drafts = StepDrafts(config, self.listener)
+        self.drafts.core = self
         self.is_on = False
         self.drafts._planner._asks = lambda _: self.is_on
         self.live = {}
@@ -77,27 +78,29 @@ class World:
             key=key, group=group, tokens=tokens, prompt_len=len(prompt), max_len=10**6, salt=salt
         )
         self.steps[key] = 0
-        self.drafts.begin(self.live[key])
+        self.drafts.answers(self.live[key])
         # a second time it goes on
-        self.drafts.begin(self.live[key])
+        self.drafts.answers(self.live[key])
 
     def step(self, keys=None, resumed=()):
         """A step without paths; the last chunk of those that were preempted gives a token, too."""
         self.now += 1.0
         decodes = [self.live[key] for key in (self.live if keys is None else keys)]
         samplers = [self.live[key] for key in resumed]
-        self.drafts.propose(decodes, self.now)
+        plan = SimpleNamespace(decodes=decodes, chunks=samplers)
+        self.drafts.planned(plan)
         tokens = [1000 + len(seq.tokens) for seq in decodes] + [5] * len(samplers)
         for seq, token in zip([*decodes, *samplers], tokens, strict=True):
             seq.tokens.append(token)
         for seq in decodes:
             self.steps[seq.key] += 1
-        self.drafts.done(decodes, samplers, SimpleNamespace(counts=None, tokens=tokens), None)
+        self.drafts.stepped(plan, samplers, SimpleNamespace(counts=None, tokens=tokens), None)
 
     def end(self, key):
         seq = self.live.pop(key)
-        assert self.drafts.end(seq, self.now) == (self.steps.pop(key), 0, 0)
-        assert self.drafts.end(seq, self.now) == (0, 0, 0)
+        for steps in (self.steps.pop(key), 0):
+            self.drafts.ended(seq, "length", 1)
+            assert seq.drafts == (steps, 0, 0)
         self.ended.append(self.text(seq))
 
     def check(self):

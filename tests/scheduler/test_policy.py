@@ -17,7 +17,7 @@ from fdasync.errors import ConfigError, InvariantBroken, PluginError
 from fdasync.events.actions import AnswerLease, AskLease
 from fdasync.events.trace import TraceHeader, TraceRing
 from fdasync.registry.registry import POLICIES, Registry
-from fdasync.scheduler import Candidate, Scheduler
+from fdasync.scheduler import Candidate, make_scheduler
 from fdasync.scheduler.replay import replay
 from fdasync.scheduler.state.policy import (
     OWN_POLICIES,
@@ -295,7 +295,7 @@ def recorded(made=None, **config):
     """The trace of one lane that is taken in turn by prompts of different lengths; and who started when."""
     table = Table(max_running=1)
     config = msgspec.structs.replace(table.config, **config)
-    table.scheduler = Scheduler(config, made)
+    table.scheduler = make_scheduler(config, made)
     ring = TraceRing(config, 1000)
     events = [table.request(key, far(key, length), 1) for key, length in enumerate((9, 3, 6))]
     order = []

@@ -205,7 +205,7 @@ def test_preempted_in_between_it_goes_on_where_its_run_ended():
         count = min(4, 11 - len(known))
         run = list(range(200 + len(known), 200 + len(known) + count))
         known += run
-        first = len(table.scheduler._sequences[1].tokens)
+        first = len(table.scheduler.sequences[1].tokens)
         table.turn(table.runs(list(range(first, first + 4)), run))
     rows = table.num_rows(2)
     assert rows == 4 + len(known) - 1

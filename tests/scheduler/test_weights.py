@@ -250,7 +250,7 @@ def test_what_was_to_be_kept_of_a_kept_one_is_not_copied_any_more():
     hang(table)
     table.turn(table.request(1, A, 9))
     table.turn(table.done())
-    for block in table.scheduler._sequences[1].blocks[:2]:
+    for block in table.scheduler.sequences[1].blocks[:2]:
         table.scheduler.swap_planner.keep(block)
     assert table.turn().outs == []
     stop_steps(table)

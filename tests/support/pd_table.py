@@ -27,8 +27,11 @@ from fdasync.events.catalog import (
     LeasesRenewed,
     SampleOffered,
 )
+from fdasync.scheduler.disagg.decode import DecodeSide
+from fdasync.scheduler.disagg.prefill import PrefillSide
 from fdasync.scheduler.state.config import LeaseRules
 from tests.scheduler.table import Table
+from tests.support.attached import attached
 from tests.support.helpers import make_sampler
 
 if TYPE_CHECKING:
@@ -261,8 +264,8 @@ class PdTable(Table):
         stats = self.stats
         out = self.asks or self.offers or self.hands or self.receives
         scheduler = self.scheduler
-        held = scheduler.swap_planner.num_held or scheduler.index.reserved or scheduler.decode_side.num_leases
-        hand_offs = scheduler.prefill_side.num_held or stats.hand_offs
+        held = scheduler.swap_planner.num_held or scheduler.index.reserved or attached(scheduler, DecodeSide).num_leases
+        hand_offs = attached(scheduler, PrefillSide).num_held or stats.hand_offs
         return super().is_empty() and not (stats.leased or out or held or hand_offs)
 
 

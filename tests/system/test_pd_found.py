@@ -22,10 +22,12 @@ from fdasync.cache.store.base import DONE
 from fdasync.errors import InstanceLost
 from fdasync.events.actions import AskLease, ConfirmHandOver, DropLease, FinishRequest, WakeAt
 from fdasync.events.catalog import AbortRequested
+from fdasync.scheduler.disagg.prefill import PrefillSide
 from fdasync.testing import SimLoop, synthetic_config
 from fdasync.testing.sim.loop import run_sim
 from fdasync.testing.sim.process import SimProcess
 from tests.support import router_scene as router_helpers
+from tests.support.attached import attached
 from tests.support.pd_stage import DecodeStage
 from tests.support.pd_table import PdTable, of, only
 from tests.support.router_scene import Script, in_scene, settle
@@ -44,7 +46,7 @@ def test_timers_of_ended_hand_offs_set_no_wake_up():
     assert of(turned, FinishRequest)
     # else a driver is woken for the past, again and again
     assert of(table.turn(table.timer(20.0)), WakeAt) == []
-    assert table.scheduler.prefill_side.wake_at == float("inf")
+    assert attached(table.scheduler, PrefillSide).wake_at() == float("inf")
 
 
 def test_a_sample_that_is_aborted_in_the_turn_of_its_hand_over_is_kept_by_nothing():
@@ -55,7 +57,7 @@ def test_a_sample_that_is_aborted_in_the_turn_of_its_hand_over_is_kept_by_nothin
     turned = table.turn(table.handed(), AbortRequested(keys=(1,), at=table.now))
     assert only(turned, FinishRequest).reason == "abort"
     # the scheduler reads `ends` with the next hand-off, which may never come
-    assert table.scheduler.prefill_side.ends == []
+    assert attached(table.scheduler, PrefillSide).ends == []
 
 
 def test_a_lease_that_is_lost_again_and_again_is_asked_for_after_longer_and_longer_pauses():
@@ -86,9 +88,9 @@ def test_a_request_that_loses_a_lease_asks_the_others_at_once():
 def test_pauses_stay_bounded_after_thousands_of_rounds():
     table = PdTable({"find_s": 1e9, "total_s": 1e9})
     table.turn(*table.hand_off(1, A))
-    table.scheduler.prefill_side.hand_offs[1].rounds = 5000
+    attached(table.scheduler, PrefillSide).hand_offs[1].rounds = 5000
     table.turn(table.denied(1))
-    assert table.now < table.scheduler.prefill_side.wake_at <= table.now + 1.0
+    assert table.now < attached(table.scheduler, PrefillSide).wake_at() <= table.now + 1.0
 
 
 def test_a_hand_off_that_is_aborted_after_its_first_token_ends_without_one():

@@ -8,9 +8,9 @@ dropped if it is not renewed, takes too long, or if its blocks do not arrive as 
 as cache. A lease that finds no room waits in line. Until it has aged, later leases and samples of this instance may
 pass it, and it passes no lease or sample that has aged: so none starves.
 
-This module knows no bytes, no links and no clock but the time of events. Called by `core.py`; `receiver.py` enters the
-blocks that arrive, `fdasync_fleet/instance/decode_service.py` talks to the prefill instance. The other side is
-`prefill.py`.
+This module knows no bytes, no links and no clock but the time of events. It is an attachment of the scheduler;
+`receiver.py` enters the blocks that arrive, `fdasync_fleet/instance/decode_service.py` talks to the prefill instance.
+The other side is `prefill.py`.
 """
 
 from __future__ import annotations
@@ -22,41 +22,52 @@ from typing import TYPE_CHECKING
 from fdasync.cache.identity import block_keys
 from fdasync.errors import InvariantBroken
 from fdasync.events.actions import Action, AnswerLease, ConfirmHandOver, DropLease
-from fdasync.events.catalog import BlocksOffered, BlocksReceived, Event, LeaseGivenUp, LeasesRenewed, SampleOffered
+from fdasync.events.catalog import (
+    BlocksOffered,
+    BlocksReceived,
+    CacheResetRequested,
+    LeaseAsked,
+    LeaseGivenUp,
+    LeasesRenewed,
+    ResumeRequested,
+    SampleOffered,
+    SwapDone,
+)
 from fdasync.scheduler.disagg.lease import Lease
 from fdasync.scheduler.disagg.receiver import BlockReceiver
+from fdasync.scheduler.state.attachment import Attachment, Holds
+from fdasync.scheduler.state.sequence import Sequence, State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterable
 
     from fdasync.cache.blocks import Block
     from fdasync.cache.prefix import PrefixIndex
     from fdasync.cache.snapshots import Snapshot
     from fdasync.events.actions import FinishReason
-    from fdasync.events.catalog import LeaseAsked
+    from fdasync.scheduler.state.attachment import Anew
     from fdasync.scheduler.state.config import SchedulerConfig
     from fdasync.scheduler.state.pausing import Pausing
     from fdasync.scheduler.state.policy import Order
     from fdasync.scheduler.state.queues import SequenceQueues
-    from fdasync.scheduler.state.sequence import Sequence
+    from fdasync.scheduler.state.weights import Weights
     from fdasync.scheduler.tiers.swap_planner import SwapPlanner
 
 _RETRY_S = 0.2
 _SWEEP_S = 0.25
+_ANEW = {"weights": "the weights changed", "sleep": "the engine falls asleep"}
 
 
-class DecodeSide:
-    """See the module. Outside of its handlers it is called only while one of `leases`, `copies`, `actions`, `ends` and
-    `started` holds something.
+class DecodeSide(Attachment):
+    """See the module.
 
     Attributes:
         leases: by group, granted and in line.
         copies: by number of a copy to the device, the leases that wait for it.
-        actions: actions of this turn; `plan` takes them.
-        ends: (sequence, finish reason, note) of samples that will not run here; `core.py` takes them.
-        started: (sequence, offer with its first token) of samples that can run; `core.py` takes them.
+        actions: actions of this turn; `begin` takes them.
+        ends: (sequence, finish reason, note) of samples that will not run here; `begin` takes them.
+        ready: (sequence, offer with its first token) of samples that can run; `begin` takes them.
         granted, denied, dropped: how many leases were, so far.
-        handlers: by type, the handlers of the events for this side.
     """
 
     def __init__(
@@ -65,14 +76,17 @@ class DecodeSide:
         index: PrefixIndex,
         queues: SequenceQueues,
         swap_planner: SwapPlanner,
+        weights: Weights,
         pausing: Pausing,
     ) -> None:
+        self.awake = False
         self._config = config
         self._rules = config.leases
         self._size = config.block_tokens
         self._index = index
         self._queues = queues
         self._swap_planner = swap_planner
+        self._weights = weights
         self._pausing = pausing
         self.leases: dict[int, Lease] = {}
         self._line: list[Lease] = []
@@ -83,14 +97,20 @@ class DecodeSide:
         self.actions: list[Action] = []
         self._receiver = BlockReceiver(config, index, self.actions)
         self.ends: list[tuple[Sequence, FinishReason, str]] = []
-        self.started: list[tuple[Sequence, SampleOffered]] = []
+        self.ready: list[tuple[Sequence, SampleOffered]] = []
         self.granted = self.denied = self.dropped = 0
-        self.handlers: dict[type[Event], Callable[..., None]] = {
+        self.handlers = {
+            LeaseAsked: self._on_asked,
             LeasesRenewed: self._on_renewed,
             LeaseGivenUp: self._on_given_up,
             BlocksOffered: self._on_offered,
             SampleOffered: self._on_sample,
             BlocksReceived: self._on_received,
+        }
+        self.also = {
+            ResumeRequested: self._on_resume,
+            CacheResetRequested: self._on_reset,
+            SwapDone: self._on_copied,
         }
 
     @property
@@ -103,28 +123,28 @@ class DecodeSide:
         """Host blocks that are being filled."""
         return self._receiver.num_receiving
 
-    @property
-    def received(self) -> int:
-        """Blocks that arrived from other instances."""
-        return self._receiver.num_received
-
-    @property
     def wake_at(self) -> float:
         """When to look for leases that are over."""
-        return self._sweep_at
+        return self._sweep_at if self.leases else float("inf")
 
     # -- questions --------------------------------------------------------------------------------
 
-    def asked(self, event: LeaseAsked, seqs: list[Sequence], namespace: bytes) -> None:
-        """A prefill instance asks for a lease. Its samples are in the queues, and hold nothing."""
+    def _on_asked(self, event: LeaseAsked) -> None:
+        self.wake()
+        seqs: list[Sequence] = []
+        for request in event.requests:
+            seqs.append(self.core.add(request, seqs[0] if seqs else None))
         lease = Lease(event, seqs, self._size, self._rules)
+        for seq in seqs:
+            seq.lease = lease.group
+            self._queues.to_leased(seq)
         if not self.leases:
             self._sweep_at = event.at + _SWEEP_S
         self.leases[lease.group] = lease
         most = self._index.pool.num_blocks
         need = max(-(-(seq.max_len - 1) // self._size) for seq in seqs)
         at_once = lease.full + len(seqs)
-        if event.requests[0].namespace != namespace:
+        if event.requests[0].namespace != self._weights.namespace:
             self._deny(lease, _RETRY_S, "it has other weights")
         elif max(need, at_once) > most:
             self._deny(lease, -1.0, f"{max(need, at_once)} KV blocks are needed, it has {most}")
@@ -168,8 +188,25 @@ class DecodeSide:
         self.actions.append(DropLease(lease.group, reason))
         self._forget(lease, reason)
 
-    def plan(self, now: float) -> list[Action]:
-        """The answers and copies of this turn."""
+    def begin(self, now: float) -> list[Action]:
+        """The answers and copies of this turn: first tokens from another instance reach their requests before these can
+        end. Samples whose blocks are here begin to decode, unless their first token is their last; samples that lost
+        their lease end."""
+        actions = self._plan(now)
+        for seq, hand in self.ready:
+            seq.lease = -1
+            self.core.took(seq, hand.token)
+            if seq.state is State.LEASED:
+                self._queues.handed_over(seq)
+        self.ready.clear()
+        for seq, reason, note in self.ends:
+            if seq.state is not State.ENDED:
+                self.core.end(seq, reason, 0, note=note)
+        self.ends.clear()
+        self.wake(bool(self.leases or self.copies or self.actions or self._receiver.is_receiving))
+        return actions
+
+    def _plan(self, now: float) -> list[Action]:
         if now >= self._sweep_at:
             self._sweep(now)
         self._queues.held_for = self._grant_all(now) if self._line else None
@@ -197,10 +234,15 @@ class DecodeSide:
                 self._drop(lease, f"it was not renewed for {lease.ttl_s:g} s")
         self._sweep_at = now + _SWEEP_S if self.leases else float("inf")
 
-    def resumed(self, held_s: float) -> None:
-        """A pause of this length is over: it was no part of the time for any lease."""
+    def _on_resume(self, _event: ResumeRequested) -> None:
+        """A pause is over: it was no part of the time for any lease."""
         for lease in self.leases.values():
-            lease.over_by += held_s
+            lease.over_by += self._pausing.held_s
+
+    def has_begun(self, seq: Sequence) -> bool:
+        lease = self.leases.get(seq.lease)
+        # without its lease a sample starts, or ends, in this turn
+        return seq.lease >= 0 and (lease is None or lease.granted)
 
     def _grant_all(self, now: float) -> Order | None:
         """Grant the leases that fit; returns the order of the first lease that has aged and does not fit.
@@ -286,9 +328,9 @@ class DecodeSide:
 
     def _take_back(self, group: int, reason: str) -> None:
         """End samples that could start in this very turn, before they are confirmed to the prefill instance."""
-        back = [entry for entry in self.started if entry[0].lease == group]
+        back = [entry for entry in self.ready if entry[0].lease == group]
         if back:
-            self.started = [entry for entry in self.started if entry[0].lease != group]
+            self.ready = [entry for entry in self.ready if entry[0].lease != group]
             self.actions[:] = [
                 action for action in self.actions if not isinstance(action, ConfirmHandOver) or action.group != group
             ]
@@ -376,10 +418,9 @@ class DecodeSide:
             if not state.on_device:
                 self._await(lease, [self._swap_planner.bring_snapshot(state)])
 
-    def copied(self, copy_id: int) -> None:
-        """A copy to the device ended."""
-        for lease in self.copies.pop(copy_id, ()):
-            lease.arriving.discard(copy_id)
+    def _on_copied(self, event: SwapDone) -> None:
+        for lease in self.copies.pop(event.copy_id, ()):
+            lease.arriving.discard(event.copy_id)
             if self.leases.get(lease.group) is lease:
                 self._start_ready(lease)
 
@@ -415,16 +456,16 @@ class DecodeSide:
                 parent = seq.keys[-1] if seq.keys else seq.root
                 seq.keys += block_keys(parent, seq.tokens, self._size, len(seq.keys) * self._size)
             self.actions.append(ConfirmHandOver(lease.group, key, seq.emits))
-            self.started.append((seq, hand))
+            self.ready.append((seq, hand))
         if not lease.seqs:
             del self.leases[lease.group]
             self._close(lease)
 
     # -- ends ---------------------------------------------------------------------------------------
 
-    def leave(self, seq: Sequence, group: int) -> None:
-        """A sample ended while it was leased: aborted, or its deadline passed."""
-        lease = self.leases.get(group)
+    def ended(self, seq: Sequence, reason: FinishReason, keep: int) -> int:
+        """A sample may end while it is leased: aborted, or at its deadline."""
+        lease = self.leases.get(seq.lease)
         if lease is not None and lease.seqs.pop(seq.key, None) is not None:
             lease.hands.pop(seq.key, None)
             lease.tails.pop(seq.key, None)
@@ -445,17 +486,19 @@ class DecodeSide:
                 else:
                     self._index.release([block])
             if not lease.seqs:
-                self.actions.append(DropLease(group, "its request ended", ended=True))
-                del self.leases[group]
+                self.actions.append(DropLease(lease.group, "its request ended", ended=True))
+                del self.leases[lease.group]
                 self._close(lease)
+        return keep
 
-    def drop_all(self, why: str) -> None:
+    def start_anew(self, why: Anew) -> None:
         """Blocks on their way can be used no more: every lease ends."""
-        self._receiver.epoch += 1
+        if self.leases or why == "weights":
+            self._receiver.epoch += 1
         for lease in list(self.leases.values()):
-            self._drop(lease, why)
+            self._drop(lease, _ANEW[why])
 
-    def reset_cache(self) -> None:
+    def _on_reset(self, _event: CacheResetRequested) -> None:
         """Granted leases keep the blocks that they have; neither these nor their later blocks are shared."""
         for lease in self.leases.values():
             if lease.granted:
@@ -463,21 +506,28 @@ class DecodeSide:
                 for seq in lease.seqs.values():
                     seq.indexed = False
 
-    def held(self) -> list[Block]:
-        """Blocks that leases pin, once for each pin."""
+    def stats(self) -> dict[str, int]:
+        return {
+            "leases_granted": self.granted,
+            "leases_denied": self.denied,
+            "leases_dropped": self.dropped,
+            "received_blocks": self._receiver.num_received,
+        }
+
+    def holds(self) -> Holds:
         blocks: list[Block] = []
         for lease in self.leases.values():
             blocks += [block for block in lease.blocks if block is not None]
             blocks += lease.open.values()
-        return blocks
+        states = [state for lease in self.leases.values() for state in lease.states.values() if state is not None]
+        return Holds(
+            blocks=blocks,
+            snapshots=states + self._receiver.held_snapshots,
+            host={"receive": self.num_receiving},
+            waits=bool(self.leases),
+        )
 
-    @property
-    def held_snapshots(self) -> list[Snapshot]:
-        """States that leases hold on the host, once for each."""
-        here = [state for lease in self.leases.values() for state in lease.states.values() if state is not None]
-        return here + self._receiver.held_snapshots
-
-    def check(self) -> None:
+    def check(self, live: Iterable[Sequence]) -> None:
         """Raise InvariantBroken unless leases, the line and what is reserved agree."""
         reserved = sum(lease.reserved for lease in self.leases.values())
         if reserved != self._index.reserved:

@@ -8,7 +8,7 @@ this instance's queue. The bound counts all leases granted and the questions to 
 answer at the same time may each grant as much. If a lease is lost before any hand-over, another one is looked for, and
 the computed blocks are sent there.
 
-This module knows no bytes, no links and no clock but the time of events. Called by `core.py` and `step_planner.py`;
+This module knows no bytes, no links and no clock but the time of events. It is an attachment of the scheduler;
 `disagg/sender.py` sends the blocks, `fdasync_fleet/instance/prefill_service.py` carries the questions. The other side
 is `decode.py`.
 """
@@ -21,20 +21,27 @@ from typing import TYPE_CHECKING
 
 from fdasync.errors import InvariantBroken
 from fdasync.events.actions import AskLease, GiveUpLease
-from fdasync.events.catalog import BlocksSent, Event, HandedOver, LeaseAnswered, LeaseLost
+from fdasync.events.catalog import (
+    BlocksSent,
+    HandedOver,
+    LeaseAnswered,
+    LeaseLost,
+    PauseRequested,
+    RequestPrepared,
+    ResumeRequested,
+)
 from fdasync.scheduler.disagg.handoff import Decoder, HandOff
 from fdasync.scheduler.disagg.sender import BlockSender
+from fdasync.scheduler.state.attachment import Attachment, Holds
 from fdasync.scheduler.state.sequence import Sequence, State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fdasync.cache.snapshots import Snapshot
     from fdasync.events.actions import Action, FinishReason, PartEnd
-    from fdasync.events.catalog import RequestPrepared
+    from fdasync.scheduler.state.attachment import Anew
     from fdasync.scheduler.state.config import SchedulerConfig
     from fdasync.scheduler.state.pausing import Pausing
     from fdasync.scheduler.state.policy import Order
+    from fdasync.scheduler.state.queues import SequenceQueues
     from fdasync.scheduler.state.weights import Weights
     from fdasync.scheduler.tiers.swap_planner import SwapPlanner
 
@@ -45,19 +52,28 @@ _REASON_CHARS = 300
 _WHY_CHARS = 2000
 # stands for an attempt in a timer: the time to find room is over
 _STOP = -2
+_ANEW = {"weights": "the weights changed during its hand-over", "sleep": "the engine fell asleep during its hand-over"}
 
 
-class PrefillSide:
-    """See the module. Outside of its handlers it is called only while `hand_offs` or `actions` hold something.
+class PrefillSide(Attachment):
+    """See the module.
 
     Attributes:
         hand_offs: by group, until all samples have ended here.
         actions: actions of this turn; `plan` takes them.
-        ends: (sequence, finish reason, note) of samples that end in this turn; `core.py` takes them.
-        handlers: by type, the handlers of the events for this side.
+        ends: (sequence, finish reason, note) of samples that end in this turn; `ring` takes them.
     """
 
-    def __init__(self, config: SchedulerConfig, swap_planner: SwapPlanner, weights: Weights, pausing: Pausing) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        queues: SequenceQueues,
+        swap_planner: SwapPlanner,
+        weights: Weights,
+        pausing: Pausing,
+    ) -> None:
+        self.awake = False
+        self._queues = queues
         self._pausing = pausing
         self._rules = config.leases
         self._block_tokens = config.block_tokens
@@ -72,11 +88,15 @@ class PrefillSide:
         self.actions: list[Action] = []
         self._sender = BlockSender(config, swap_planner, self.actions)
         self.ends: list[tuple[Sequence, FinishReason, str]] = []
-        self.handlers: dict[type[Event], Callable[..., None]] = {
+        self.handlers = {
             LeaseAnswered: self._on_answered,
             LeaseLost: self._on_lost,
             BlocksSent: self._sender.sent,
             HandedOver: self._on_handed_over,
+        }
+        self.also = {
+            PauseRequested: self._on_pause,
+            ResumeRequested: self._on_resume,
         }
 
     # -- called by the rest of the scheduler ------------------------------------------------------
@@ -86,10 +106,11 @@ class PrefillSide:
         """Questions in flight."""
         return len(self._asks)
 
-    @property
-    def held_snapshots(self) -> list[Snapshot]:
-        """Recurrent states that hand-overs hold, once for each."""
-        return self._sender.held_snapshots
+    def stats(self) -> dict[str, int]:
+        return {"hand_offs": len(self.hand_offs)}
+
+    def holds(self) -> Holds:
+        return Holds(snapshots=self._sender.held_snapshots, waits=bool(self.num_asked or self.num_out))
 
     @property
     def num_out(self) -> int:
@@ -102,13 +123,15 @@ class PrefillSide:
         hand-off is under way."""
         return self._leased_tokens + self._sender.num_exported + self._sender.num_out
 
-    @property
     def wake_at(self) -> float:
-        """Engine time of the next timer."""
         return self._timers[0][0] if self._timers else float("inf")
 
-    def enter(self, seq: Sequence, event: RequestPrepared, now: float) -> None:
-        """A sample that another instance shall decode was prepared."""
+    def prepared(self, seq: Sequence, event: RequestPrepared) -> None:
+        """Another instance shall decode it if it has `decoders`."""
+        if not event.decoders:
+            return
+        self.wake()
+        now = event.at
         hand_off = self.hand_offs.get(event.group)
         if hand_off is None:
             stop_at = min(now + self._rules.find_s, event.deadline)
@@ -121,25 +144,31 @@ class PrefillSide:
         if len(hand_off.seqs) == hand_off.samples:
             self._enqueue(hand_off)
 
-    def begun(self, seq: Sequence) -> None:
+    def has_begun(self, seq: Sequence) -> bool:
+        return seq.hand_off is not None and seq.hand_off.granted
+
+    def started(self, seq: Sequence, step_id: int) -> None:
         """The sequence entered prefill: its tokens do not count for `ahead_tokens` any more."""
-        hand_off = self.hand_offs.get(seq.group)
+        hand_off = None if seq.hand_off is None else self.hand_offs.get(seq.group)
         if hand_off is not None and hand_off.granted and not hand_off.begun:
             hand_off.begun = True
             self._leased_tokens -= hand_off.tokens
 
-    def computed(self, seq: Sequence) -> None:
+    def computed(self, seq: Sequence) -> bool:
         """The sequence has its first token: hand it over when its open block is on the host."""
-        self._want_hand(self.hand_offs[seq.group], seq)
+        if seq.hand_off is not None:
+            self._want_hand(self.hand_offs[seq.group], seq)
+        return seq.hand_off is not None
 
     def _want_hand(self, hand_off: HandOff, seq: Sequence) -> None:
         if hand_off.granted and seq.key not in hand_off.hands and len(seq.tokens) > seq.prompt_len:
             hand_off.hands[seq.key] = None
 
-    def leave(self, seq: Sequence, reason: FinishReason) -> None:
-        """The sequence ended, for any reason. Blocks that a decode instance is reading stay until it has read them."""
+    def ended(self, seq: Sequence, reason: FinishReason, keep: int) -> int:
+        """The decode instance gives its first token; a result is empty before. Blocks that a decode instance is reading
+        stay until it has read them."""
         if seq.hand_off is None:
-            return
+            return keep
         hand_off = self.hand_offs[seq.group]
         seq.hand_off = None
         hand_off.seqs.remove(seq)
@@ -153,10 +182,11 @@ class PrefillSide:
                 # neither is looked at before the next hand-off comes, and every sequence in `ends` has ended
                 self._timers.clear()
                 self.ends.clear()
+        return keep if reason == "handed_over" else 0
 
-    def start_anew(self, now: float, why: str) -> list[Sequence]:
+    def start_anew(self, why: Anew) -> None:
         """No block that was computed may be sent any more: every hand-off starts anew, and one whose blocks were sent
-        already ends, because of `why`. No step is in flight. Returns the sequences that must give their blocks up."""
+        already ends. The sequences give their blocks up."""
         holders = []
         for hand_off in list(self.hand_offs.values()):
             for seq in hand_off.seqs:
@@ -164,10 +194,11 @@ class PrefillSide:
                     holders.append(seq)
                 seq.start_anew()
             if hand_off.sent:
-                self._fail(hand_off, why)
+                self._fail(hand_off, _ANEW[why])
             elif hand_off.state in ("asked", "granted"):
-                self._seek_again(hand_off, now)
-        return holders
+                self._seek_again(hand_off, self.core.now)
+        for seq in holders:
+            self._queues.leave(seq)
 
     # -- pauses -----------------------------------------------------------------------------------
 
@@ -175,19 +206,18 @@ class PrefillSide:
         """A pause keeps it from its next question, or from its steps: no time passes for it."""
         return any(not self._pausing.lets_begin(seq) for seq in hand_off.seqs)
 
-    def hold_back(self) -> None:
+    def _on_pause(self, event: PauseRequested) -> None:
         """A pause lets only the requests that have begun go on: take the questions of the others back. A lease that was
         granted now would keep the decode instance waiting for blocks."""
-        for hand_off in self.hand_offs.values():
+        for hand_off in self.hand_offs.values() if event.mode == "wait" else ():
             if hand_off.state == "asked" and self._is_held(hand_off):
                 self._close(hand_off, tell=True)
                 self._enqueue(hand_off)
 
-    def resumed(self, held_s: float) -> None:
-        """A pause of this length is over: it was no part of the time for any search or lease."""
-        if held_s <= 0:
-            return
-        for hand_off in self.hand_offs.values():
+    def _on_resume(self, _event: ResumeRequested) -> None:
+        """A pause is over: it was no part of the time for any search or lease."""
+        held_s = self._pausing.held_s
+        for hand_off in self.hand_offs.values() if held_s > 0 else ():
             hand_off.stop_at += held_s
             hand_off.over_at += held_s
             hand_off.lost_at += held_s
@@ -216,6 +246,7 @@ class PrefillSide:
             self._sender.pump(hand_off)
         actions = [*self.actions]
         self.actions.clear()
+        self.wake(bool(self.hand_offs))
         return actions
 
     def _set_timer(self, time: float, hand_off: HandOff, attempt: int) -> None:
@@ -242,6 +273,11 @@ class PrefillSide:
                 self._lost(hand_off, f"it was not handed over within {self._rules.total_s:g} s", now)
             elif hand_off.state == "waiting" and hand_off.ready_at:
                 self._enqueue(hand_off)
+        # before anything is planned: sequences that end give back blocks that others wait for
+        for seq, reason, note in self.ends:
+            if seq.state is not State.ENDED:
+                self.core.end(seq, reason, seq.num_output, note=note)
+        self.ends.clear()
 
     def _ask(self, now: float) -> None:
         rules = self._rules

@@ -83,6 +83,11 @@ class BlockReceiver:
         """Host blocks that are being filled."""
         return self._ring.total
 
+    @property
+    def is_receiving(self) -> bool:
+        """Copies are in flight."""
+        return bool(self._receives)
+
     def receive(self, lease: Lease, now: float) -> str:
         """Copy the offered blocks as far as the ring and the host have room. Returns a promise that the prefill
         instance broke, for which the lease must end; "" if there is none."""

@@ -25,11 +25,13 @@ class Pausing:
         stage: "winding_down": sequences that had begun run to their end, no other one starts, and then it is "paused":
             no steps are planned. "clearing": likewise, and blocks leave the device for a sleep; "clear": none is left.
         requests: how many `PauseRequested` were read.
+        held_s: for how many seconds the last pause that was undone held sequences up.
     """
 
     def __init__(self) -> None:
         self.stage: Stage = "running"
         self.requests = 0
+        self.held_s = 0.0
         self._finishing: dict[int, None] = {}
         self._since = 0.0
 
@@ -72,11 +74,10 @@ class Pausing:
         if self.stage == "winding_down" and not self._finishing:
             self.stage = "paused"
 
-    def resume(self, now: float) -> float:
-        """Undo any pause; returns for how many seconds it held sequences up."""
-        held_s = now - self._since if self.stage != "running" else 0.0
+    def resume(self, now: float) -> None:
+        """Undo any pause."""
+        self.held_s = now - self._since if self.stage != "running" else 0.0
         self.stage = "running"
-        return held_s
 
     def _begin(self, stage: Stage, now: float) -> None:
         if self.stage == "running":

@@ -129,7 +129,7 @@ class Arrival(Policy):
     def key(self, candidate: Candidate) -> Order:
         return (-candidate.priority,)
 
-    def passed_for_s(self, candidate: Candidate) -> float:  # noqa: ARG002
+    def passed_for_s(self, candidate: Candidate) -> float:
         return 0.0
 
 

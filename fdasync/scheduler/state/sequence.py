@@ -132,6 +132,7 @@ class Sequence:
         is_cut: the runner went on behind its last token, in a run that ended it: later tokens are not its own.
         ending: (reason, output tokens to keep, matched id) while a stop answer is awaited.
         checked: output tokens that are known to hold no stop string.
+        drafts: `FinishRequest.drafts`, once it ends; None: nothing drafts.
     """
 
     __slots__ = (
@@ -147,6 +148,7 @@ class Sequence:
         "computed_prefill",
         "deadline",
         "decoding",
+        "drafts",
         "due",
         "emits",
         "ending",
@@ -240,6 +242,7 @@ class Sequence:
         self.cached_tokens: tuple[int, int, int] | None = None
         self.ending: tuple[FinishReason, int, int] | None = None
         self.checked = 0
+        self.drafts: tuple[int, int, int] | None = None
 
     @property
     def computed(self) -> int:

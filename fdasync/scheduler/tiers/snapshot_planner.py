@@ -20,7 +20,7 @@ Then each step that may reach it is told of the snapshot, under the same place; 
 Places are taken from the least recently used snapshots, but first from snapshots that a sequence has passed: it has a
 later one now, from which a next turn starts. Passed snapshots are not copied to the host to make room.
 
-This module plans no copy (`swap_planner.py` does) and knows no bytes. Called by `step_planner.py` and `core.py`.
+This module plans no copy (`swap_planner.py` does) and knows no bytes. It is an attachment of the scheduler.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ from typing import TYPE_CHECKING
 
 from fdasync.errors import InvariantBroken
 from fdasync.events.actions import TakeSnapshot
+from fdasync.scheduler.state.attachment import Attachment
+from fdasync.scheduler.state.sequence import Sequence, State
 
 if TYPE_CHECKING:
     from fdasync.cache.blocks import Block
     from fdasync.cache.prefix import PrefixIndex
     from fdasync.cache.snapshots import Snapshot, SnapshotPool
+    from fdasync.events.catalog import StepDone
     from fdasync.scheduler.state.config import SchedulerConfig
-    from fdasync.scheduler.state.sequence import Sequence
+    from fdasync.scheduler.state.step_plan import StepPlan
     from fdasync.scheduler.tiers.swap_planner import SwapPlanner
 
 
-class SnapshotPlanner:
+class SnapshotPlanner(Attachment):
     """See the module.
 
     Attributes:
@@ -54,37 +57,36 @@ class SnapshotPlanner:
         self._swap_planner = swap_planner
         self._size = config.block_tokens
         self._every = config.state_every_tokens
+        # how many positions past what is known the steps in flight and the next one may fill
+        self._ahead = config.max_run_tokens * config.pipeline_depth
         self._takes: list[TakeSnapshot] = []
 
     # -- starting -----------------------------------------------------------------------------------
 
-    @staticmethod
-    def usable(hits: list[Block], step_id: int) -> list[Block] | None:
+    def may_begin(self, seq: Sequence) -> bool:
+        """Whether its first chunk can be planned, even as its last chunk: to be handed over it needs a place for its
+        state, besides the place of the snapshot that it starts from."""
+        return seq.hand_off is None or self.pool.has_room(2 if seq.state is State.WAITING else 1)
+
+    def usable(self, seq: Sequence, hits: list[Block], step_id: int) -> list[Block] | None:
         """The leading blocks that a sequence can go on from in step `step_id`: up to the last snapshot. None: that
-        snapshot is not yet taken, and the sequence should wait for it."""
+        snapshot is not yet taken, or steps and copies that end soon have all places, and the sequence should wait."""
         for number in range(len(hits), 0, -1):
             snapshot = hits[number - 1].snapshot
             if snapshot is not None:
-                return hits[:number] if snapshot.can_start(step_id) else None
+                ready = snapshot.can_start(step_id) and (snapshot.place >= 0 or self.pool.has_room())
+                return hits[:number] if ready else None
         return []
 
-    def could_bring(self, hits: list[Block]) -> bool:
-        """Whether `bring` would do now."""
+    def reserve(self, seq: Sequence, hits: list[Block]) -> None:
+        """The snapshot at the end of these gets a place on the device, which `usable` found."""
         snapshot = hits[-1].snapshot if hits else None
-        return snapshot is None or snapshot.place >= 0 or self.pool.has_room()
+        if snapshot is not None and snapshot.place < 0 and not self.pool.bring(snapshot):
+            raise InvariantBroken(f"sequence {seq.key} begins behind {hits[-1]}, whose snapshot has no place")
 
-    def bring(self, hits: list[Block]) -> bool:
-        """See that the snapshot at the end of these has a place on the device; False: there is none now."""
-        snapshot = hits[-1].snapshot if hits else None
-        return snapshot is None or snapshot.place >= 0 or self.pool.bring(snapshot)
-
-    def pin(self, seq: Sequence, hits: list[Block], branch_at: int) -> None:
-        """The sequence gets these blocks, and begins behind them.
-
-        Args:
-            branch_at: position of the last token whose KV another sequence computed, too, plus one.
-        """
-        seq.branch_at = branch_at
+    def admitted(self, seq: Sequence, hits: list[Block], known: int) -> None:
+        """The sequence begins behind these blocks."""
+        seq.branch_at = known
         if not hits:
             return
         snapshot = hits[-1].snapshot
@@ -95,14 +97,31 @@ class SnapshotPlanner:
         seq.passed = None if hits[-1].branches > 1 else (snapshot, snapshot.uses)
         self._swap_planner.load_snapshot(seq, snapshot)
 
-    def started(self, seq: Sequence, step_id: int) -> int:
-        """The place that the sequence starts from in this step; -1: from nothing."""
+    def started(self, seq: Sequence, step_id: int) -> None:
         snapshot, seq.resume = seq.resume, None
-        return -1 if snapshot is None else self.pool.started(snapshot, step_id)
+        if snapshot is not None:
+            self.pool.started(snapshot, step_id)
 
     # -- taking -------------------------------------------------------------------------------------
 
-    def prefilled(self, seq: Sequence, start: int, stop: int, step_id: int) -> None:
+    def cut(self, seq: Sequence, start: int, stop: int) -> int:
+        """Without its state it could not be handed over: its last token waits for a place."""
+        parts = seq.hand_off is not None and stop == len(seq.tokens)
+        return stop - 1 if parts and not self.pool.has_room() else stop
+
+    def chunk(self, seq: Sequence, start: int, stop: int, step_id: int) -> None:
+        if stop == len(seq.tokens):
+            if seq.hand_off is not None:
+                # before any other: this one must have a place
+                self._part(seq, step_id)
+            # if it decodes, its first snapshot is at the end of the next block
+            seq.mark = (stop // self._size + 1) * self._size
+            seq.rolling = None
+            seq.awaited.clear()
+        if self._index.enabled and seq.indexed:
+            self._prefilled(seq, start, stop, step_id)
+
+    def _prefilled(self, seq: Sequence, start: int, stop: int, step_id: int) -> None:
         """Step `step_id` computes the positions [start, stop) of a prompt, whose identities are indexed."""
         size, length = self._size, len(seq.tokens)
         last = (length - 1) // size * size
@@ -110,10 +129,12 @@ class SnapshotPlanner:
             if position in (last, length, seq.branch_at) or position % self._every == 0:
                 self._take(seq, position, step_id)
 
-    def parts(self, seq: Sequence, step_id: int) -> None:
+    def _part(self, seq: Sequence, step_id: int) -> None:
         """Step `step_id` computes the last token of a prompt that is handed over: keep the state behind it."""
         length = len(seq.tokens)
-        self.let_go(seq)
+        before, seq.parting = seq.parting, None
+        if before is not None:
+            self.pool.unhold(before)
         snapshot = None
         if length % self._size == 0 and self._index.enabled and seq.indexed:
             # it may serve others, too
@@ -127,11 +148,9 @@ class SnapshotPlanner:
         snapshot.hold()
         seq.parting = snapshot
 
-    def let_go(self, seq: Sequence) -> None:
-        """The sequence will not be handed over with the state that it has; idempotent."""
-        snapshot, seq.parting = seq.parting, None
-        if snapshot is not None:
-            self.pool.unhold(snapshot)
+    def due(self, seq: Sequence) -> int:
+        # each step that may take a snapshot is told of it
+        return 0 if seq.awaited else seq.mark + 1 - self._ahead
 
     def decodes(self, seq: Sequence, least: int, most: int, step_id: int) -> None:
         """After step `step_id` a decoding sequence has forwarded `least` to `most` tokens, as far as is known: plan the
@@ -155,12 +174,6 @@ class SnapshotPlanner:
                 coming = self._plan(seq, position, step_id, awaited=True)
                 if coming is not None:
                     seq.awaited.append((position, coming))
-
-    def joined(self, seq: Sequence) -> None:
-        """It decodes from the next step on: `mark` is the position at which it takes its first snapshot."""
-        seq.mark = (len(seq.tokens) // self._size + 1) * self._size
-        seq.rolling = None
-        seq.awaited.clear()
 
     def _follow(self, seq: Sequence, position: int, snapshot: Snapshot) -> None:
         """A snapshot of an answer was taken, or will be in a step that was planned: it replaces the one before."""
@@ -219,15 +232,18 @@ class SnapshotPlanner:
             if before.uses == starts <= 1:
                 self.pool.demote(before)
 
-    def takes(self) -> tuple[TakeSnapshot, ...]:
-        """What the step that is being planned copies."""
-        takes = tuple(self._takes)
+    def planned(self, plan: StepPlan) -> None:
+        plan.snapshots = tuple(self._takes)
         self._takes.clear()
-        return takes
+
+    def stepped(self, plan: StepPlan, samplers: list[Sequence], event: StepDone, seconds: float) -> None:
+        self.pool.step_done(plan.step_id)
 
     def sealed(self, seq: Sequence, number: int, key: bytes | None) -> None:
-        """A decoded block was sealed: its snapshot goes to the computation that has its identity. Without an identity
-        (None) no sequence can ever start from the snapshot."""
+        """The snapshot of a decoded block goes to the computation that has its identity. Without an identity (None) no
+        sequence can ever start from the snapshot."""
+        if not seq.decoding:
+            return
         block = seq.blocks[number]
         snapshot = block.snapshot
         position = (number + 1) * self._size

@@ -6,6 +6,8 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from fdasync.scheduler.disagg.decode import DecodeSide
+from tests.support.attached import attached
 from tests.support.pd_table import PdTable
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ class Pressure:
         table.now += STEP_S * (1 + PREFILL_SHARE * prefilled)
         events, self._events = self._events, []
         for key, target in self._targets.items():
-            seq = table.scheduler._sequences.get(key)
+            seq = table.scheduler.sequences.get(key)
             if seq is not None and seq.num_output >= target:
                 events.append(table.matched(key, target))
         steps = [table.done()] if table.flying else []
@@ -94,7 +96,7 @@ class Pressure:
     def _note(self) -> None:
         scheduler = self.table.scheduler
         waiting = [seq.key for seq in scheduler.queues.waiting]
-        waiting += [key for lease in scheduler.decode_side._line for key in lease.seqs]
+        waiting += [key for lease in attached(scheduler, DecodeSide)._line for key in lease.seqs]
         self._since = {key: self._since.get(key, self.table.now) for key in waiting}
         for key, since in self._since.items():
             self.waits[key] = max(self.waits.get(key, 0.0), self.table.now - since)

@@ -21,7 +21,7 @@ def test_a_request_that_starts_midway_and_is_preempted_is_computed_again_here():
     table.arrive(1, range(10), tokens=(55,))
     while table.stats.preemptions == 0:
         table.turn(table.done(), *[table.copied() for _ in list(table.copies)])
-    key = table.scheduler._sequences[1]
+    key = table.scheduler.sequences[1]
     known = list(key.tokens)
     assert known[10] == 55
     assert key.cached_tokens == (0, 0, 0)
@@ -43,7 +43,7 @@ def test_a_decode_that_finds_no_block_while_only_leases_hold_them_waits():
     assert [answer.verdict for answer in of(turned, AnswerLease)] == ["granted"]
     table.run_steps()
     # it needs a third one
-    assert len(table.scheduler._sequences[1].tokens) == 9
+    assert len(table.scheduler.sequences[1].tokens) == 9
     assert table.stats.preemptions == 0
     # the lease's blocks come, it runs, and makes room
     table.arrive(5, range(100, 105), tokens=(66,))
@@ -195,7 +195,7 @@ def test_no_lease_is_granted_while_one_that_was_preempted_waits(depth, host):
     while table.stats.preemptions == 0:
         table.turn(*([table.done()] if table.flying else []), *[table.copied() for _ in list(table.copies)])
     # it would fit at once, and nobody has waited for long
-    waiting = table.scheduler._sequences[1]
+    waiting = table.scheduler.sequences[1]
     events = [table.lease(5, range(500, 503), 2)]
     fitted = False
     while waiting.state in (State.WAITING, State.LEAVING):

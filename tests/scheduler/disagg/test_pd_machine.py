@@ -30,8 +30,11 @@ from fdasync.events.catalog import (
 )
 from fdasync.request import PauseMode
 from fdasync.scheduler import SchedulerConfig
+from fdasync.scheduler.disagg.decode import DecodeSide
+from fdasync.scheduler.disagg.prefill import PrefillSide
 from fdasync.scheduler.state.config import LeaseRules
 from tests.scheduler.disagg.pd_world import World
+from tests.support.attached import attached
 from tests.support.helpers import POLICIES, machine_settings, make_request, make_sampler
 from tests.support.paged_runner import VOCAB, namespace_of_version
 
@@ -384,11 +387,11 @@ class PdMachine(RuleBasedStateMachine):
         assert (stats.running, stats.waiting, stats.leased, stats.hand_offs) == (0, 0, 0, 0)
         assert stats.free_blocks + stats.idle_blocks == side.config.num_blocks
         assert (stats.moving, stats.writing, scheduler.swap_planner.num_held, scheduler.index.reserved) == (0, 0, 0, 0)
-        assert scheduler.prefill_side.num_held == scheduler.index.lent == 0
+        assert attached(scheduler, PrefillSide).num_held == scheduler.index.lent == 0
         assert (
-            scheduler.prefill_side.num_asked,
-            scheduler.decode_side.num_leases,
-            scheduler.decode_side.num_receiving,
+            attached(scheduler, PrefillSide).num_asked,
+            attached(scheduler, DecodeSide).num_leases,
+            attached(scheduler, DecodeSide).num_receiving,
         ) == (0, 0, 0)
         for block in scheduler.index.pool.live():
             assert block.key is not None

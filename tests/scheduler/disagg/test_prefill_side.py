@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 
 from fdasync.events.actions import AskLease, GiveUpLease, HandOver
+from fdasync.scheduler.disagg.prefill import PrefillSide
+from tests.support.attached import attached
 from tests.support.pd_table import PdTable, of, only
 
 A = range(10)
@@ -83,11 +85,11 @@ def test_work_ahead_is_bounded_and_begun_work_does_not_count():
     # there is no budget left in this step for the next one: it is leased and not begun
     table.turn(table.granted(1))
     assert asked(table.turn(table.granted(2))) == []
-    assert table.scheduler.prefill_side._leased_tokens == 20
+    assert attached(table.scheduler, PrefillSide)._leased_tokens == 20
     turned = table.turn(table.done())
     assert turned.starts == [1, 2]
     assert asked(turned) == [(3, "d0")]
-    assert table.scheduler.prefill_side._leased_tokens == 0
+    assert attached(table.scheduler, PrefillSide)._leased_tokens == 0
 
 
 def test_two_budgets_of_work_are_ahead_unless_said_otherwise():
@@ -118,7 +120,9 @@ def test_work_ahead_at_a_silent_instance_costs_the_others_nothing():
 
 def unbegun(table):
     """Tokens that are leased and not begun."""
-    return sum(hand_off.tokens for hand_off in table.scheduler.prefill_side._granted.values() if not hand_off.begun)
+    return sum(
+        hand_off.tokens for hand_off in attached(table.scheduler, PrefillSide)._granted.values() if not hand_off.begun
+    )
 
 
 def busy(rules):

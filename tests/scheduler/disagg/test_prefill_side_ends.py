@@ -4,8 +4,10 @@ section 6)."""
 from __future__ import annotations
 
 from fdasync.events.actions import AskLease, GiveUpLease, HandOver, SendBlocks
+from fdasync.scheduler.disagg.prefill import PrefillSide
 from fdasync.scheduler.state.sequence import State
 from tests.scheduler.table import span
+from tests.support.attached import attached
 from tests.support.pd_table import PdTable, begin, leave_on_host, of, only, sent_indices
 
 # -- a lease is lost
@@ -16,11 +18,11 @@ def test_a_lease_lost_before_it_begins_is_sought_anew():
     table.turn(table.request(9, range(500, 512), 4))
     table.turn(*table.hand_off(1, range(10), ("d0", "d1")))
     assert table.turn(table.granted(1)).starts == []
-    assert table.scheduler.prefill_side._leased_tokens == 10
+    assert attached(table.scheduler, PrefillSide)._leased_tokens == 10
     turned = table.turn(*table.lost(1, 0))
     ask = only(turned, AskLease)
     assert (ask.attempt, ask.peer) == (1, "d1")
-    assert table.scheduler.prefill_side._leased_tokens == 0
+    assert attached(table.scheduler, PrefillSide)._leased_tokens == 0
     table.turn(table.granted(1))
     while 9 not in table.finished:
         table.turn(table.done())
@@ -57,7 +59,7 @@ def test_a_lease_that_comes_while_the_last_chunk_computes_waits_for_the_token():
     for length in (9, 8, 3):
         table = PdTable()
         begin(table, 1, range(length), ("d0", "d1"))
-        assert table.scheduler._sequences[1].state is State.TAIL
+        assert table.scheduler.sequences[1].state is State.TAIL
         table.turn(*table.lost(1, 0))
         turned = table.turn(table.granted(1))
         # the open block is still being written
@@ -76,14 +78,14 @@ def test_work_ahead_is_counted_once_however_often_a_lease_is_lost():
     leave_on_host(table, range(9))
     begin(table, 1, range(9), ("d0", "d1"))
     # it waits for its hits to come to the device
-    assert table.scheduler._sequences[1].state is State.LOADING
-    assert table.scheduler.prefill_side._leased_tokens == 9
+    assert table.scheduler.sequences[1].state is State.LOADING
+    assert attached(table.scheduler, PrefillSide)._leased_tokens == 9
     table.turn(*table.lost(1, 0))
-    assert table.scheduler.prefill_side._leased_tokens == 0
+    assert attached(table.scheduler, PrefillSide)._leased_tokens == 0
     assert table.turn(table.copied()).starts == [1]
-    assert table.scheduler.prefill_side._leased_tokens == 0
+    assert attached(table.scheduler, PrefillSide)._leased_tokens == 0
     table.turn(table.granted(1))
-    assert table.scheduler.prefill_side._leased_tokens == 0
+    assert attached(table.scheduler, PrefillSide)._leased_tokens == 0
     table.work()
     table.turn(table.sent(), table.handed())
     assert table.is_empty()
@@ -250,7 +252,7 @@ def test_the_answer_to_an_earlier_question_is_none_to_the_one_that_is_out():
     # what d0 grants now was given up
     turned = table.turn(table.granted(1))
     assert turned.starts == []
-    assert table.scheduler.prefill_side._leased_tokens == 0
+    assert attached(table.scheduler, PrefillSide)._leased_tokens == 0
     assert list(table.asks) == [(1, 1)]
     assert table.turn(table.granted(1)).starts == [1]
     table.work()

@@ -7,7 +7,9 @@ import pytest
 from fdasync.cache.blocks import Block
 from fdasync.cache.snapshots import SnapshotPool
 from fdasync.errors import InvariantBroken
+from fdasync.scheduler.tiers.snapshot_planner import SnapshotPlanner
 from tests.scheduler.table import Table
+from tests.support.attached import attached
 
 PROMPT = range(6)
 
@@ -71,7 +73,7 @@ def test_nobody_starts_from_it_before_its_block_is_sealed():
     table = recurrent()
     begin(table)
     table.turn(table.runs([101]))
-    pool = table.scheduler.snapshot_planner.pool
+    pool = attached(table.scheduler, SnapshotPlanner).pool
     (awaited,) = [one for one in pool.live() if one.awaited]
     assert not awaited.can_start(1000)
     (start,) = table.turn(table.runs([102]), table.request(2, [*PROMPT, 100, 101, 102, 7], 1)).step.starts
@@ -105,7 +107,7 @@ def test_the_one_before_is_kept_until_the_next_is_certain():
     begin(table)
     table.turn(table.runs([101, 102, 103]))
     # 12 is awaited, 4 and 8 were taken
-    assert [one.awaited for one in table.scheduler.snapshot_planner.pool.live()] == [False, False, True]
+    assert [one.awaited for one in attached(table.scheduler, SnapshotPlanner).pool.live()] == [False, False, True]
     table.turn(table.abort(1))
     table.run()
     (start,) = table.turn(table.request(2, [*PROMPT, 100, 101, 102, 7], 1)).step.starts

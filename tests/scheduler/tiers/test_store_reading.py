@@ -246,7 +246,7 @@ def test_what_was_brought_and_lost_again_is_computed():
     table.turn(table.fetched())
     # it has to wait for room, and what came for it is lost meanwhile
     index = table.scheduler.index
-    table.scheduler.store_planner.let_go(table.scheduler._sequences[1])
+    table.scheduler.store_planner.let_go(table.scheduler.sequences[1])
     for key in table.keys(A):
         index._leave_host(index.get(key))
     assert [lookup for turned in go_on(table) for lookup in turned.lookups] == []

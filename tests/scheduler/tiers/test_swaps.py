@@ -185,7 +185,7 @@ def test_what_is_needed_now_goes_out_before_what_shall_only_be_kept():
     hang(table)
     (kept,) = table.turn(table.request(1, range(50, 55), 9)).step.starts
     table.turn(table.done())
-    table.scheduler.swap_planner.keep(table.scheduler._sequences[1].blocks[0])
+    table.scheduler.swap_planner.keep(table.scheduler.sequences[1].blocks[0])
     (idle,) = table.turn(table.request(2, A, 1), table.done()).step.starts
     table.turn(table.done())
     table.turn(table.request(3, range(300, 325), 1))

@@ -20,12 +20,15 @@ from fdasync.events.actions import ReceiveBlocks
 from fdasync.ipc.shared_memory import HOST_REGION, PAGE_NBYTES
 from fdasync.runner.group.group import GroupRunner
 from fdasync.runner.synthetic import SyntheticRunner
+from fdasync.scheduler.disagg.decode import DecodeSide
+from fdasync.scheduler.disagg.prefill import PrefillSide
 from fdasync.testing.harness.engines import LetterTokenizer
 from fdasync.testing.harness.fault_runner import FaultRunner
 from fdasync.testing.harness.leaks import check_idle
 from fdasync.testing.harness.pass_model import PassModel
 from fdasync.testing.harness.recording_store import RecordingStore
 from fdasync.testing.sim.process import SimProcess
+from tests.support.attached import attached
 from tests.support.sim_fleet.workload import STAMPS
 
 if TYPE_CHECKING:
@@ -267,8 +270,8 @@ class Machine:
         assert context is not None
         scheduler = driver.scheduler
         prefill_side, decode_side, states = (
-            scheduler.prefill_side,
-            scheduler.decode_side,
+            attached(scheduler, PrefillSide),
+            attached(scheduler, DecodeSide),
             scheduler.index.pool.snapshots,
         )
         prefill_service, decode_service = instance._prefill_service, instance._decode_service

@@ -1,0 +1,221 @@
+"""An attachment: one who has a say about sequences besides the scheduler's core. Pure.
+
+Snapshots of recurrent state, drafts and both sides of a hand-off are attachments. The core does not know what they are
+for: it tells each of them what happens to a sequence, and asks the questions below where it decides. An attachment
+answers the questions that concern it and leaves the others as they are here, where every answer is "as you like". The
+core binds the answers once, so a question that nobody answers costs nothing.
+
+A minimal one, which lets no request start from cached blocks:
+
+    class NoHits(Attachment):
+        def usable(self, seq, hits, step_id):
+            return []
+
+`make.py` says which attachments a scheduler has, and in which order they are asked. Like all of the scheduler an
+attachment is pure: it has no clock but `core.now`, awaits nothing, and iterates over no set, so that a trace replays.
+It changes a sequence only by the methods of `Core` and by the parts (the index, the queues) that it was made with.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from fdasync.cache.blocks import Block, HostHold
+    from fdasync.cache.snapshots import Snapshot
+    from fdasync.events.actions import Action, FinishReason
+    from fdasync.events.catalog import Event, RequestPrepared, StepDone
+    from fdasync.scheduler.state.sequence import Sequence
+    from fdasync.scheduler.state.step_plan import StepPlan
+
+P = ParamSpec("P")
+R = TypeVar("R")
+#: why `Attachment.start_anew` is called
+Anew = Literal["weights", "sleep"]
+
+
+class Core(Protocol):
+    """What an attachment may do to sequences.
+
+    Attributes:
+        now: time of the last event.
+        sequences: the live ones by key.
+    """
+
+    now: float
+    sequences: dict[int, Sequence]
+
+    def add(self, event: RequestPrepared, first: Sequence | None = None) -> Sequence:
+        """A new sequence; the caller puts it into a queue. Raises InvariantBroken where the key is in use.
+
+        Args:
+            first: the first sample of its request; None: it is the first.
+        """
+
+    def end(self, seq: Sequence, reason: FinishReason, keep: int, matched: int = -1, note: str = "") -> None:
+        """End a live sequence, with the first `keep` tokens of its output."""
+
+    def took(self, seq: Sequence, token: int) -> None:
+        """The sequence got `token` from elsewhere: end it if that is its last one."""
+
+    def bind(self) -> None:
+        """An attachment woke, or rests."""
+
+
+class Holds(NamedTuple):
+    """What an attachment keeps in place, for the check that nothing else does.
+
+    Attributes:
+        blocks: device blocks, once for each pin.
+        snapshots: once for each hold.
+        host: by reason, how many host blocks it holds.
+        waits: sequences may wait for it alone.
+    """
+
+    blocks: Iterable[Block] = ()
+    snapshots: Iterable[Snapshot] = ()
+    host: Mapping[HostHold, int] = {}
+    waits: bool = False
+
+
+class Attachment:
+    """See the module. In the order of a sequence's life.
+
+    Attributes:
+        core: the scheduler that it is attached to, which sets this.
+        handlers: handlers of its own events, by type; no event has two.
+        also: by type, what it does about events of others, when their handlers have done their part.
+        awake: False: it has nothing to do, and is told of its own events and of new sequences alone.
+    """
+
+    core: Core
+    handlers: Mapping[type[Event], Callable[..., None]] = {}
+    also: Mapping[type[Event], Callable[..., None]] = {}
+    awake = True
+
+    def wake(self, awake: bool = True) -> None:
+        """From now on ask it all questions; False: until it wakes, an engine pays nothing for it in its turns."""
+        if self.awake is not awake:
+            self.awake = awake
+            self.core.bind()
+
+    # -- a turn ---------------------------------------------------------------------------------------
+
+    def ring(self, now: float) -> None:
+        """Called first in each turn, behind its events: handle the timers that are due, end what has to end."""
+
+    def begin(self, now: float) -> list[Action]:
+        """Called before steps are planned; returns actions that come before all others of the turn."""
+        return []
+
+    def plan(self, now: float) -> list[Action]:
+        """Called when the steps are planned; returns actions that come behind them."""
+        return []
+
+    def wake_at(self) -> float:
+        """Engine time at which `ring` and `begin` have work without an event; inf: none."""
+        return float("inf")
+
+    # -- admission ------------------------------------------------------------------------------------
+
+    def prepared(self, seq: Sequence, event: RequestPrepared) -> None:
+        """The sequence came to the queue. Called while it rests, too."""
+
+    def may_begin(self, seq: Sequence) -> bool:
+        """Whether a sequence that could start otherwise may do so now; others pass it meanwhile."""
+        return True
+
+    def usable(self, seq: Sequence, hits: list[Block], step_id: int) -> list[Block] | None:
+        """The leading blocks among `hits` that it may go on from in this step; None: it waits, and others pass it."""
+        return hits
+
+    def reserve(self, seq: Sequence, hits: list[Block]) -> None:
+        """There is room for the sequence: it gets these blocks, and free ones, at once."""
+
+    def admitted(self, seq: Sequence, hits: list[Block], known: int) -> None:
+        """The sequence has its blocks, `hits` first; it starts when no copy is on its way (`Sequence.arrivals`).
+
+        Args:
+            known: position behind the last token whose KV is there already, be it of use or not.
+        """
+
+    def started(self, seq: Sequence, step_id: int) -> None:
+        """The runner is told of the sequence with this step."""
+
+    # -- a step that is being planned -----------------------------------------------------------------
+
+    def cut(self, seq: Sequence, start: int, stop: int) -> int:
+        """Where its next chunk, planned as [start, stop), shall stop; `start`: it waits for the next step."""
+        return stop
+
+    def chunk(self, seq: Sequence, start: int, stop: int, step_id: int) -> None:
+        """The step computes its positions [start, stop); the identities of the blocks that they fill are pending."""
+
+    def due(self, seq: Sequence) -> int:
+        """While it decodes: the length from which on `decodes` has to be called for each step."""
+        return seq.max_len
+
+    def decodes(self, seq: Sequence, least: int, most: int, step_id: int) -> None:
+        """When the step is done it will have forwarded `least` to `most` tokens of the sequence."""
+
+    def planned(self, plan: StepPlan) -> None:
+        """The step is planned: fill in what it has besides chunks and decodes. Called for every step."""
+
+    # -- a step that is done --------------------------------------------------------------------------
+
+    def stepped(self, plan: StepPlan, samplers: list[Sequence], event: StepDone, seconds: float) -> None:
+        """The oldest step in flight is done; its decodes have their tokens, `samplers` do not yet.
+
+        Args:
+            samplers: sequences whose last chunk it computed.
+            seconds: what it took.
+        """
+
+    def sealed(self, seq: Sequence, number: int, key: bytes | None) -> None:
+        """A block of the sequence is complete. `key`: its identity, which its `Block.key` may not be (another
+        computation has it); None: it is not shared."""
+
+    def answers(self, seq: Sequence) -> None:
+        """The sequence has a token behind what was computed as its prompt, and goes on to decode here."""
+
+    # -- its end --------------------------------------------------------------------------------------
+
+    def computed(self, seq: Sequence) -> bool:
+        """The sequence has all its tokens. True: it is kept, and this attachment ends it later."""
+        return False
+
+    def ended(self, seq: Sequence, reason: FinishReason, keep: int) -> int:
+        """The sequence ends, with its first `keep` output tokens or fewer; returns how many. It has its blocks still.
+        Called once for each sequence, whatever ends it."""
+        return keep
+
+    # -- pauses and weights ---------------------------------------------------------------------------
+
+    def has_begun(self, seq: Sequence) -> bool:
+        """Whether a sequence that was never admitted goes on during a pause that waits for requests to end."""
+        return False
+
+    def start_anew(self, why: Anew) -> None:
+        """The weights changed, or a sleep is about to give the device's memory up: what was computed for others, or
+        comes from them, is of no use. No step is in flight. Called in every turn until the sleep is deep."""
+
+    # -- looking --------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Fields of `SchedulerStats` that are its own."""
+        return {}
+
+    def holds(self) -> Holds:
+        """See `Holds`."""
+        return Holds()
+
+    def check(self, live: Iterable[Sequence]) -> None:
+        """Raise InvariantBroken unless its own state is sound. For tests and idle time."""
+
+
+def asked(question: Callable[Concatenate[Any, P], R], attachments: Iterable[Attachment]) -> list[Callable[P, R]]:
+    """The bound answers of the attachments that answer a question of `Attachment`, in order."""
+    name = question.__name__
+    return [getattr(one, name) for one in attachments if getattr(type(one), name) is not question]

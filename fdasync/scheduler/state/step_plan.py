@@ -1,0 +1,70 @@
+"""A step from its plan to its completion, as the scheduler knows it. Pure data.
+
+`step_planner.py` makes it, and attachments add to it; `core.py` takes its results.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fdasync.events.actions import Drafts, TakeSnapshot
+    from fdasync.scheduler.state.sequence import Sequence
+
+
+class ChunkPlan:
+    """A chunk in flight.
+
+    Attributes:
+        seq: the sequence that is prefilled.
+        start, stop: positions [start, stop) of it.
+        last: the chunk ends with the last known token, and samples the next one.
+    """
+
+    __slots__ = ("last", "seq", "start", "stop")
+
+    def __init__(self, seq: Sequence, start: int, stop: int, last: bool) -> None:
+        self.seq = seq
+        self.start = start
+        self.stop = stop
+        self.last = last
+
+
+class StepPlan:
+    """A step in flight, frozen when planned.
+
+    Attributes:
+        step_id: number of the step.
+        chunks: chunks of prefills.
+        decodes: sequences that decode, in the runner's order; shared between plans, never written.
+        emitters: (row, sequence) of the decodes that give tokens as they come.
+        stop_ids: every token id that may end one of the decodes.
+        planned_at: engine time.
+        full: by key, the room in the block tables of decodes that may have come to its end.
+        drafts, own_drafts, snapshots: of the `RunStep` that is made of it; attachments fill them in.
+    """
+
+    __slots__ = (
+        "chunks", "decodes", "drafts", "emitters", "full", "own_drafts", "planned_at", "snapshots", "step_id",
+        "stop_ids",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        step_id: int,
+        decodes: list[Sequence],
+        emitters: list[tuple[int, Sequence]],
+        stop_ids: frozenset[int],
+        planned_at: float,
+        full: dict[int, int],
+    ) -> None:
+        self.step_id = step_id
+        self.decodes = decodes
+        self.emitters = emitters
+        self.stop_ids = stop_ids
+        self.chunks: list[ChunkPlan] = []
+        self.planned_at = planned_at
+        self.full = full
+        self.drafts: Drafts | None = None
+        self.own_drafts: int | None = None
+        self.snapshots: tuple[TakeSnapshot, ...] = ()
