@@ -31,7 +31,6 @@ from fdasync.events.catalog import (
     StepFailed,
     StopChecked,
     StopMatched,
-    SwapDone,
     TimerFired,
     WeightsChanged,
     WeightsRelabelled,
@@ -43,14 +42,15 @@ from fdasync.scheduler.state.policy import Candidate
 from fdasync.scheduler.state.sequence import Sequence, State
 from fdasync.scheduler.stats import Counters, check, collect_stats
 from fdasync.scheduler.step_planner import StepPlanner
+from fdasync.scheduler.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from fdasync.events.actions import FinishReason
-    from fdasync.scheduler.parts import Parts
     from fdasync.scheduler.state.policy import Policy
     from fdasync.scheduler.state.step_plan import StepPlan
+    from fdasync.scheduler.tiers.parts import Parts
     from fdasync.stats import SchedulerStats
 
 _NEVER = float("inf")
@@ -69,7 +69,8 @@ class Scheduler:
         attachments: who else has a say, in the order in which they are asked.
 
     Attributes:
-        config, index, weights, pausing, sequences, queues, swap_planner, store_planner, tiers: see `Parts`.
+        config, index, weights, pausing, sequences, queues, swap_planner, store_planner: see `Parts`.
+        tiers: joins sequences to what is below the device.
         attachments: as given.
         resets: how many `CacheResetRequested` were read.
         now: time of the last event.
@@ -89,7 +90,7 @@ class Scheduler:
         self.queues = parts.queues
         self.swap_planner = parts.swap_planner
         self.store_planner = parts.store_planner
-        self.tiers = parts.tiers
+        self.tiers = Tiers(parts)
         self._spans = parts.spans
         self._writes = parts.writes
         self._step_planner = StepPlanner(parts)
@@ -115,7 +116,6 @@ class Scheduler:
             StopMatched: self._on_stop_matched,
             StepFailed: self._on_step_failed,
             TimerFired: self._on_timer,
-            SwapDone: self._on_swap_done,
             PauseRequested: self._on_pause,
             ResumeRequested: self._on_resume,
             SleepRequested: self._on_sleep,
@@ -574,9 +574,6 @@ class Scheduler:
     def _on_reset(self, _event: CacheResetRequested) -> None:
         self.resets += 1
         self.tiers.reset_cache()
-
-    def _on_swap_done(self, event: SwapDone) -> None:
-        self.tiers.copied(event.copy_id)
 
     # -- statistics and checks --------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fdasync.drafting import Beginning, DraftCounters, DrafterLimits, DraftPlanner, OwnBudget, make_drafter
 from fdasync.errors import InvariantBroken
-from fdasync.scheduler.state.attachment import Attachment
+from fdasync.scheduler.state.attachment import Attachment, Holds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -209,12 +209,13 @@ class StepDrafts(Attachment):
                 found.update(zip([prefix + word for word in words], counted, strict=True))
         return found
 
-    def check(self, live: Iterable[Sequence]) -> None:
+    def check(self, live: Iterable[Sequence]) -> Holds:
         """Raise InvariantBroken where a sequence that is not live has not ended here."""
         begun = self._begun.keys() if self._planner is None else self._live.keys()
         left = set(begun) - {seq.key for seq in live}
         if left:
             raise InvariantBroken(f"sequences {sorted(left)} have ended, and their drafts have not")
+        return Holds()
 
     def _count_own(self, decodes: list[Sequence], event: StepDone, seconds: float | None) -> None:
         """Count the runner's drafts of a step that completed. Raises InvariantBroken where it does not tell them."""

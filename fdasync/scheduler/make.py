@@ -8,8 +8,8 @@ from fdasync.scheduler.core import Scheduler
 from fdasync.scheduler.disagg.decode import DecodeSide
 from fdasync.scheduler.disagg.prefill import PrefillSide
 from fdasync.scheduler.drafts import StepDrafts
-from fdasync.scheduler.parts import Parts
 from fdasync.scheduler.state.policy import own_policy
+from fdasync.scheduler.tiers.parts import Parts
 from fdasync.scheduler.tiers.snapshot_planner import SnapshotPlanner
 
 if TYPE_CHECKING:
@@ -42,12 +42,8 @@ def make_scheduler(
 def own_attachments(parts: Parts, drafter: Drafter | None) -> tuple[Attachment, ...]:
     """The attachments that the configuration asks for, in their order. The prefill side is told of an end before the
     decode side: on an instance that is both, blocks go back in the order of the way through it."""
-    config, index, queues = parts.config, parts.index, parts.queues
-    found: list[Attachment] = []
-    if index.pool.snapshots is not None:
-        found.append(SnapshotPlanner(config, index.pool.snapshots, index, parts.swap_planner))
+    config, snapshots = parts.config, parts.index.pool.snapshots
+    found: list[Attachment] = [] if snapshots is None else [SnapshotPlanner(parts, snapshots)]
     if config.drafter or config.own_drafter:
         found.append(StepDrafts(config, drafter))
-    found.append(PrefillSide(config, queues, parts.swap_planner, parts.weights, parts.pausing))
-    found.append(DecodeSide(config, index, queues, parts.swap_planner, parts.weights, parts.pausing))
-    return tuple(found)
+    return (*found, PrefillSide(parts), DecodeSide(parts))

@@ -6,6 +6,7 @@ Called by `core.py`.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fdasync.cache.snapshots import SnapshotPool
@@ -15,10 +16,11 @@ from fdasync.stats import SchedulerStats
 
 if TYPE_CHECKING:
     from fdasync.cache.blocks import HostHold
-    from fdasync.scheduler.parts import Parts
     from fdasync.scheduler.state.attachment import Attachment
+    from fdasync.scheduler.tiers.parts import Parts
 
 
+@dataclass(slots=True)
 class Counters:
     """Counts that `core.py` keeps; see `SchedulerStats`.
 
@@ -30,11 +32,12 @@ class Counters:
         hits: of `prompt_tokens`, those found on the device, the host, in the store.
     """
 
-    __slots__ = ("dropped", "finished", "generated", "hits", "late_aborts", "prompt_tokens")
-
-    def __init__(self) -> None:
-        self.finished = self.generated = self.dropped = self.late_aborts = self.prompt_tokens = 0
-        self.hits = (0, 0, 0)
+    finished: int = 0
+    generated: int = 0
+    dropped: int = 0
+    late_aborts: int = 0
+    prompt_tokens: int = 0
+    hits: tuple[int, int, int] = (0, 0, 0)
 
 
 def collect_stats(counters: Counters, parts: Parts, attachments: tuple[Attachment, ...]) -> SchedulerStats:
@@ -105,9 +108,7 @@ def check(parts: Parts, attachments: tuple[Attachment, ...], *, steps: bool) -> 
     if stage == "clear" and index.pool.num_free - index.reserved != index.pool.num_blocks:
         raise InvariantBroken("blocks of a device are used, and its memory may be another program's")
     live = list(parts.sequences.values())
-    for one in attachments:
-        one.check(live)
-    holds = [one.holds() for one in attachments]
+    holds = [one.check(live) for one in attachments]
     ref_count: dict[int, int] = {}
     holders = {id(seq): seq for seq in (*live, *queues.draining())}
     for seq in holders.values():

@@ -34,7 +34,7 @@ from fdasync.scheduler.state.step_plan import ChunkPlan, StepPlan
 
 if TYPE_CHECKING:
     from fdasync.cache.blocks import Block
-    from fdasync.scheduler.parts import Parts
+    from fdasync.scheduler.tiers.parts import Parts
 
 
 def _append(seq: Sequence, block: Block) -> BlockAppend:
@@ -72,9 +72,7 @@ class StepPlanner:
         """Ask these from now on."""
         self._may_begin = asked(Attachment.may_begin, attachments)
         self._usable = asked(Attachment.usable, attachments)
-        self._reserving = asked(Attachment.reserve, attachments)
         self._admitted = asked(Attachment.admitted, attachments)
-        self._started = asked(Attachment.started, attachments)
         self._cut = asked(Attachment.cut, attachments)
         self._chunked = asked(Attachment.chunk, attachments)
         self._due_at = asked(Attachment.due, attachments)
@@ -272,7 +270,7 @@ class StepPlanner:
             if budget <= 0 or len(queues.decoding) + len(queues.prefilling) >= self._config.max_running:
                 break
             if seq.midway or (self._lets_begin(seq) and self._catch_up(seq, plan.step_id)):
-                starts.append(self._enter(seq, plan.step_id))
+                starts.append(self._enter(seq))
                 budget -= self._chunk(seq, budget, plan)
         return budget
 
@@ -331,11 +329,9 @@ class StepPlanner:
             if reserve is None:
                 reserve = queues.reserve(self._config.decode_reserve_blocks)
             # no sequence passes a lease that has aged, or a sequence that found no room: those would starve
-            if (held_for is not None and held_for < seq.order) or not self._reserve(seq, hits, reserve):
+            if (held_for is not None and held_for < seq.order) or not self._reserve(seq, hits, len(found), reserve):
                 queues.walled = True
                 return
-            for admitted in self._admitted:
-                admitted(seq, hits, len(found) * self._size)
             if self._store_planner.enabled:
                 self._store_planner.let_go(seq)
                 self._store_planner.admitted(seq, now)
@@ -343,7 +339,7 @@ class StepPlanner:
             if seq.arrivals:
                 queues.to_loading(seq)
                 continue
-            starts.append(self._enter(seq, plan.step_id))
+            starts.append(self._enter(seq))
             budget -= self._chunk(seq, budget, plan)
         queues.walled = False
 
@@ -358,9 +354,9 @@ class StepPlanner:
             return None
         return hits
 
-    def _reserve(self, seq: Sequence, hits: list[Block], reserve: int) -> bool:
+    def _reserve(self, seq: Sequence, hits: list[Block], known: int, reserve: int) -> bool:
         """Pin the hits, take blocks for the rest, and order copies of the hits on the host; False: there is no room for
-        all of it and a reserve of so many blocks, and nothing was done."""
+        all of it and a reserve of so many blocks, and nothing was done. `known`: of blocks whose KV is there."""
         size = self._config.block_tokens
         away = [block for block in hits if block.id < 0]
         fresh = -(-len(seq.tokens) // size) - len(hits)
@@ -371,8 +367,8 @@ class StepPlanner:
                 needed + (0 if alone else reserve) + sum(1 for block in hits if not block.ref_count)
             )
             return False
-        for reserving in self._reserving:
-            reserving(seq, hits)
+        for admitted in self._admitted:
+            admitted(seq, hits, known * size)
         seq.hit_blocks = self._hits_by_tier(seq, hits)
         self._index.pin([block for block in hits if block.id >= 0])
         for block in away:
@@ -394,7 +390,7 @@ class StepPlanner:
                 host += 1
         return host, stored
 
-    def _enter(self, seq: Sequence, step_id: int) -> SeqStart:
+    def _enter(self, seq: Sequence) -> SeqStart:
         """Start a sequence that has its blocks, with KV in those it found cached."""
         self._queues.to_prefill(seq)
         seq.midway = False
@@ -408,7 +404,7 @@ class StepPlanner:
         if sampler.score_from != seq.score_from:
             # it was preempted: what is scored stays
             sampler = msgspec.structs.replace(sampler, score_from=seq.score_from)
-        start = SeqStart(
+        return SeqStart(
             key=seq.key,
             tokens=array("i", seq.tokens).tobytes(),
             num_cached=seq.planned,
@@ -418,9 +414,6 @@ class StepPlanner:
             sampler=sampler,
             snapshot=-1 if seq.resume is None else seq.resume.place,
         )
-        for started in self._started:
-            started(seq, step_id)
-        return start
 
     # -- shortage ---------------------------------------------------------------------------------
 

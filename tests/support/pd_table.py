@@ -264,7 +264,7 @@ class PdTable(Table):
         stats = self.stats
         out = self.asks or self.offers or self.hands or self.receives
         scheduler = self.scheduler
-        held = scheduler.swap_planner.num_held or scheduler.index.reserved or attached(scheduler, DecodeSide).num_leases
+        held = scheduler.swap_planner.num_held or scheduler.index.reserved or attached(scheduler, DecodeSide).leases
         hand_offs = attached(scheduler, PrefillSide).num_held or stats.hand_offs
         return super().is_empty() and not (stats.leased or out or held or hand_offs)
 

@@ -42,16 +42,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from fdasync.cache.blocks import Block
-    from fdasync.cache.prefix import PrefixIndex
     from fdasync.cache.snapshots import Snapshot
     from fdasync.events.actions import FinishReason
     from fdasync.scheduler.state.attachment import Anew
-    from fdasync.scheduler.state.config import SchedulerConfig
-    from fdasync.scheduler.state.pausing import Pausing
     from fdasync.scheduler.state.policy import Order
-    from fdasync.scheduler.state.queues import SequenceQueues
-    from fdasync.scheduler.state.weights import Weights
-    from fdasync.scheduler.tiers.swap_planner import SwapPlanner
+    from fdasync.scheduler.tiers.parts import Parts
 
 _RETRY_S = 0.2
 _SWEEP_S = 0.25
@@ -70,24 +65,16 @@ class DecodeSide(Attachment):
         granted, denied, dropped: how many leases were, so far.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        index: PrefixIndex,
-        queues: SequenceQueues,
-        swap_planner: SwapPlanner,
-        weights: Weights,
-        pausing: Pausing,
-    ) -> None:
+    def __init__(self, parts: Parts) -> None:
         self.awake = False
-        self._config = config
+        self._config = config = parts.config
         self._rules = config.leases
         self._size = config.block_tokens
-        self._index = index
-        self._queues = queues
-        self._swap_planner = swap_planner
-        self._weights = weights
-        self._pausing = pausing
+        self._index = parts.index
+        self._queues = parts.queues
+        self._swap_planner = parts.swap_planner
+        self._weights = parts.weights
+        self._pausing = parts.pausing
         self.leases: dict[int, Lease] = {}
         self._line: list[Lease] = []
         self._offering: dict[Lease, None] = {}
@@ -95,7 +82,7 @@ class DecodeSide(Attachment):
         self._sweep_at = float("inf")
         self.copies: dict[int, list[Lease]] = {}
         self.actions: list[Action] = []
-        self._receiver = BlockReceiver(config, index, self.actions)
+        self._receiver = BlockReceiver(parts, self.actions)
         self.ends: list[tuple[Sequence, FinishReason, str]] = []
         self.ready: list[tuple[Sequence, SampleOffered]] = []
         self.granted = self.denied = self.dropped = 0
@@ -107,21 +94,7 @@ class DecodeSide(Attachment):
             SampleOffered: self._on_sample,
             BlocksReceived: self._on_received,
         }
-        self.also = {
-            ResumeRequested: self._on_resume,
-            CacheResetRequested: self._on_reset,
-            SwapDone: self._on_copied,
-        }
-
-    @property
-    def num_leases(self) -> int:
-        """Granted, and in line."""
-        return len(self.leases)
-
-    @property
-    def num_receiving(self) -> int:
-        """Host blocks that are being filled."""
-        return self._receiver.num_receiving
+        self.also = {ResumeRequested: self._on_resume, CacheResetRequested: self._on_reset, SwapDone: self._on_copied}
 
     def wake_at(self) -> float:
         """When to look for leases that are over."""
@@ -514,20 +487,7 @@ class DecodeSide(Attachment):
             "received_blocks": self._receiver.num_received,
         }
 
-    def holds(self) -> Holds:
-        blocks: list[Block] = []
-        for lease in self.leases.values():
-            blocks += [block for block in lease.blocks if block is not None]
-            blocks += lease.open.values()
-        states = [state for lease in self.leases.values() for state in lease.states.values() if state is not None]
-        return Holds(
-            blocks=blocks,
-            snapshots=states + self._receiver.held_snapshots,
-            host={"receive": self.num_receiving},
-            waits=bool(self.leases),
-        )
-
-    def check(self, live: Iterable[Sequence]) -> None:
+    def check(self, live: Iterable[Sequence]) -> Holds:
         """Raise InvariantBroken unless leases, the line and what is reserved agree."""
         reserved = sum(lease.reserved for lease in self.leases.values())
         if reserved != self._index.reserved:
@@ -541,3 +501,14 @@ class DecodeSide(Attachment):
         for lease in self.leases.values():
             if lease.granted == (lease in self._line):
                 raise InvariantBroken(f"lease {lease.group} is neither granted nor in line, or both")
+        blocks: list[Block] = []
+        for lease in self.leases.values():
+            blocks += [block for block in lease.blocks if block is not None]
+            blocks += lease.open.values()
+        states = [state for lease in self.leases.values() for state in lease.states.values() if state is not None]
+        return Holds(
+            blocks=blocks,
+            snapshots=states + self._receiver.held_snapshots,
+            host={"receive": self._receiver.num_receiving},
+            waits=bool(self.leases),
+        )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class HandOff:
         return "; ".join([f"{', '.join(peers)}: {reason}" for reason, peers in said.items()])
 
 
+@dataclass(slots=True, eq=False)
 class Decoder:
     """What a prefill instance knows of one decode instance.
 
@@ -101,10 +103,7 @@ class Decoder:
         silent: it did not answer the last question in time. Until it answers, it gets one question at a time.
     """
 
-    __slots__ = ("asked_tokens", "asks", "queue", "silent")
-
-    def __init__(self) -> None:
-        self.queue: list[HandOff] = []
-        self.asks = 0
-        self.asked_tokens = 0
-        self.silent = False
+    queue: list[HandOff] = field(default_factory=list)
+    asks: int = 0
+    asked_tokens: int = 0
+    silent: bool = False

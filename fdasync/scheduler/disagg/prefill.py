@@ -36,14 +36,12 @@ from fdasync.scheduler.state.attachment import Attachment, Holds
 from fdasync.scheduler.state.sequence import Sequence, State
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from fdasync.events.actions import Action, FinishReason, PartEnd
     from fdasync.scheduler.state.attachment import Anew
-    from fdasync.scheduler.state.config import SchedulerConfig
-    from fdasync.scheduler.state.pausing import Pausing
     from fdasync.scheduler.state.policy import Order
-    from fdasync.scheduler.state.queues import SequenceQueues
-    from fdasync.scheduler.state.weights import Weights
-    from fdasync.scheduler.tiers.swap_planner import SwapPlanner
+    from fdasync.scheduler.tiers.parts import Parts
 
 _RETRY_MIN_S = 0.05
 _RETRY_MAX_S = 1.0
@@ -64,21 +62,15 @@ class PrefillSide(Attachment):
         ends: (sequence, finish reason, note) of samples that end in this turn; `ring` takes them.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        queues: SequenceQueues,
-        swap_planner: SwapPlanner,
-        weights: Weights,
-        pausing: Pausing,
-    ) -> None:
+    def __init__(self, parts: Parts) -> None:
+        config = parts.config
         self.awake = False
-        self._queues = queues
-        self._pausing = pausing
+        self._queues = parts.queues
+        self._pausing = parts.pausing
         self._rules = config.leases
         self._block_tokens = config.block_tokens
         self._ahead_tokens = config.leases.ahead_tokens or 2 * config.max_step_tokens
-        self._weights = weights
+        self._weights = parts.weights
         self.hand_offs: dict[int, HandOff] = {}
         self._peers: dict[str, Decoder] = {}
         self._granted: dict[int, HandOff] = {}
@@ -86,7 +78,7 @@ class PrefillSide(Attachment):
         self._timers: list[tuple[float, int, int]] = []
         self._leased_tokens = 0
         self.actions: list[Action] = []
-        self._sender = BlockSender(config, swap_planner, self.actions)
+        self._sender = BlockSender(parts, self.actions)
         self.ends: list[tuple[Sequence, FinishReason, str]] = []
         self.handlers = {
             LeaseAnswered: self._on_answered,
@@ -94,28 +86,16 @@ class PrefillSide(Attachment):
             BlocksSent: self._sender.sent,
             HandedOver: self._on_handed_over,
         }
-        self.also = {
-            PauseRequested: self._on_pause,
-            ResumeRequested: self._on_resume,
-        }
+        self.also = {PauseRequested: self._on_pause, ResumeRequested: self._on_resume}
 
     # -- called by the rest of the scheduler ------------------------------------------------------
-
-    @property
-    def num_asked(self) -> int:
-        """Questions in flight."""
-        return len(self._asks)
 
     def stats(self) -> dict[str, int]:
         return {"hand_offs": len(self.hand_offs)}
 
-    def holds(self) -> Holds:
-        return Holds(snapshots=self._sender.held_snapshots, waits=bool(self.num_asked or self.num_out))
-
-    @property
-    def num_out(self) -> int:
-        """Offers and hand-overs that a decode instance has not answered yet, and timers of hand-offs."""
-        return self._sender.num_out + len(self._timers)
+    def check(self, live: Iterable[Sequence]) -> Holds:
+        waits = self._asks or self._sender.num_out or self._timers
+        return Holds(snapshots=self._sender.held_snapshots, waits=bool(waits))
 
     @property
     def num_held(self) -> int:
@@ -147,8 +127,8 @@ class PrefillSide(Attachment):
     def has_begun(self, seq: Sequence) -> bool:
         return seq.hand_off is not None and seq.hand_off.granted
 
-    def started(self, seq: Sequence, step_id: int) -> None:
-        """The sequence entered prefill: its tokens do not count for `ahead_tokens` any more."""
+    def chunk(self, seq: Sequence, start: int, stop: int, step_id: int) -> None:
+        """Once it is in prefill, its tokens do not count for `ahead_tokens` any more."""
         hand_off = None if seq.hand_off is None else self.hand_offs.get(seq.group)
         if hand_off is not None and hand_off.granted and not hand_off.begun:
             hand_off.begun = True

@@ -9,6 +9,7 @@ decides about no lease. Called by `decode.py`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fdasync.errors import InvariantBroken
@@ -19,17 +20,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fdasync.cache.blocks import Block
-    from fdasync.cache.prefix import PrefixIndex
     from fdasync.cache.snapshots import Snapshot
     from fdasync.events.actions import Action
     from fdasync.events.catalog import BlocksReceived
     from fdasync.scheduler.disagg.lease import Lease
-    from fdasync.scheduler.state.config import SchedulerConfig
     from fdasync.scheduler.state.sequence import Sequence
+    from fdasync.scheduler.tiers.parts import Parts
 
 _MAX_RECEIVE_BLOCKS = 16
 
 
+@dataclass(slots=True, eq=False)
 class _Receive:
     """A copy of blocks from a prefill instance, in flight.
 
@@ -43,16 +44,13 @@ class _Receive:
         state: the state that is being filled, of the first of `samples`; None: blocks are filled.
     """
 
-    __slots__ = ("blocks", "epoch", "indices", "lease", "on_device", "samples", "state")
-
-    def __init__(self, lease: Lease, epoch: int, *, on_device: bool) -> None:
-        self.lease = lease
-        self.epoch = epoch
-        self.on_device = on_device
-        self.blocks: list[Block] = []
-        self.indices: list[int] = []
-        self.samples: list[Sequence | None] = []
-        self.state: Snapshot | None = None
+    lease: Lease
+    epoch: int
+    on_device: bool = False
+    blocks: list[Block] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    samples: list[Sequence | None] = field(default_factory=list)
+    state: Snapshot | None = None
 
 
 class BlockReceiver:
@@ -66,10 +64,11 @@ class BlockReceiver:
         num_received: blocks that arrived so far.
     """
 
-    def __init__(self, config: SchedulerConfig, index: PrefixIndex, actions: list[Action]) -> None:
+    def __init__(self, parts: Parts, actions: list[Action]) -> None:
+        config = parts.config
         self._rules = config.leases
         self._size = config.block_tokens
-        self._index = index
+        self._index = parts.index
         self._actions = actions
         self._receives: dict[int, _Receive] = {}
         self._ring = Shares(config.leases.staging_blocks or max(config.num_host_blocks // 2, 1))
@@ -157,9 +156,7 @@ class BlockReceiver:
             return False
         lease.offered.popleft()
         self._states.take(lease.peer)
-        receive = _Receive(lease, self.epoch, on_device=False)
-        receive.state = state
-        receive.samples.append(seq)
+        receive = _Receive(lease, self.epoch, samples=[seq], state=state)
         number = self._next_receive
         self._next_receive += 1
         self._receives[number] = receive

@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from fdasync.events.actions import Action
     from fdasync.events.catalog import BlocksSent, HandedOver
     from fdasync.scheduler.disagg.handoff import HandOff
-    from fdasync.scheduler.state.config import SchedulerConfig
     from fdasync.scheduler.state.hold import Export
     from fdasync.scheduler.state.sequence import Sequence
-    from fdasync.scheduler.tiers.swap_planner import SwapPlanner
+    from fdasync.scheduler.tiers.parts import Parts
 
 _MAX_OFFER_BLOCKS = 16
 
@@ -61,9 +60,11 @@ class BlockSender:
         actions: the list that its actions are appended to.
     """
 
-    def __init__(self, config: SchedulerConfig, swap_planner: SwapPlanner, actions: list[Action]) -> None:
+    def __init__(self, parts: Parts, actions: list[Action]) -> None:
+        config = parts.config
         self._block_tokens = config.block_tokens
-        self._swap_planner = swap_planner
+        self._index = parts.index
+        self._swap_planner = parts.swap_planner
         self._actions = actions
         self._offers: dict[int, tuple[str, list[Export]]] = {}
         self._hand_overs: dict[int, _Hand] = {}
@@ -239,7 +240,7 @@ class BlockSender:
         if hand.export is not None:
             self._swap_planner.release(hand.export)
         if hand.state is not None:
-            self._swap_planner.unhold_snapshot(hand.state)
+            self._index.unhold(hand.state)
         if hand.staged:
             self._states.give_back(hand.peer)
         return hand.hand_off, hand.seq

@@ -131,18 +131,12 @@ class Attachment:
         """The leading blocks among `hits` that it may go on from in this step; None: it waits, and others pass it."""
         return hits
 
-    def reserve(self, seq: Sequence, hits: list[Block]) -> None:
-        """There is room for the sequence: it gets these blocks, and free ones, at once."""
-
     def admitted(self, seq: Sequence, hits: list[Block], known: int) -> None:
-        """The sequence has its blocks, `hits` first; it starts when no copy is on its way (`Sequence.arrivals`).
+        """There is room: it gets `hits` and free blocks at once, and starts when all copies that it waits for are done.
 
         Args:
             known: position behind the last token whose KV is there already, be it of use or not.
         """
-
-    def started(self, seq: Sequence, step_id: int) -> None:
-        """The runner is told of the sequence with this step."""
 
     # -- a step that is being planned -----------------------------------------------------------------
 
@@ -151,7 +145,8 @@ class Attachment:
         return stop
 
     def chunk(self, seq: Sequence, start: int, stop: int, step_id: int) -> None:
-        """The step computes its positions [start, stop); the identities of the blocks that they fill are pending."""
+        """The step computes its positions [start, stop). The first chunk starts it; one that ends with its last token
+        samples the next one."""
 
     def due(self, seq: Sequence) -> int:
         """While it decodes: the length from which on `decodes` has to be called for each step."""
@@ -207,12 +202,9 @@ class Attachment:
         """Fields of `SchedulerStats` that are its own."""
         return {}
 
-    def holds(self) -> Holds:
-        """See `Holds`."""
+    def check(self, live: Iterable[Sequence]) -> Holds:
+        """Raise InvariantBroken unless its own state is sound; see `Holds`. For tests and idle time."""
         return Holds()
-
-    def check(self, live: Iterable[Sequence]) -> None:
-        """Raise InvariantBroken unless its own state is sound. For tests and idle time."""
 
 
 def asked(question: Callable[Concatenate[Any, P], R], attachments: Iterable[Attachment]) -> list[Callable[P, R]]:

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fdasync.cache.blocks import Block
 
 
+@dataclass(slots=True, eq=False)
 class Export:
     """A block whose KV another instance shall read. On the device it is pinned at once. Else it goes to the host, and
     stays there. It is held until `SwapPlanner.release`.
@@ -22,13 +24,10 @@ class Export:
         wanted: False once released.
     """
 
-    __slots__ = ("block", "held", "on_device", "wanted")
-
-    def __init__(self, block: Block, *, on_device: bool = False) -> None:
-        self.block = block
-        self.on_device = on_device
-        self.held = False
-        self.wanted = True
+    block: Block
+    on_device: bool = field(default=False, kw_only=True)
+    held: bool = False
+    wanted: bool = True
 
     @property
     def ready(self) -> bool:

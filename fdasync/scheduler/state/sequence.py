@@ -6,6 +6,7 @@ Knows no queue, and of other sequences the first sample of its request alone. Ch
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -51,6 +52,7 @@ class StoreWork(Protocol):
     waiting: list[Sequence]
 
 
+@dataclass(slots=True, eq=False)
 class StoreNotes:
     """One sequence's dealings with the store.
 
@@ -63,15 +65,12 @@ class StoreNotes:
         held_snapshots: likewise.
     """
 
-    __slots__ = ("absent_at", "brought", "held", "held_snapshots", "regret_s", "waits_for")
-
-    def __init__(self) -> None:
-        self.waits_for: StoreWork | None = None
-        self.absent_at = -1
-        self.regret_s: float | None = None
-        self.brought: dict[bytes, bool] = {}
-        self.held: list[Block] = []
-        self.held_snapshots: list[Snapshot] = []
+    waits_for: StoreWork | None = None
+    absent_at: int = -1
+    regret_s: float | None = None
+    brought: dict[bytes, bool] = field(default_factory=dict)
+    held: list[Block] = field(default_factory=list)
+    held_snapshots: list[Snapshot] = field(default_factory=list)
 
 
 class Sequence:
@@ -136,59 +135,13 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrivals",
-        "awaited",
-        "begun",
-        "blocks",
-        "branch_at",
-        "cached_tokens",
-        "checked",
-        "checks_stops",
-        "chosen_from",
-        "computed_prefill",
-        "deadline",
-        "decoding",
-        "drafts",
-        "due",
-        "emits",
-        "ending",
-        "first",
-        "group",
-        "hand_off",
-        "hashing",
-        "hit_blocks",
-        "idle_step",
-        "indexed",
-        "is_cut",
-        "key",
-        "keys",
-        "last_step",
-        "lease",
-        "mark",
-        "max_len",
-        "midway",
-        "min_len",
-        "near",
-        "order",
-        "parting",
-        "passed",
-        "planned",
-        "prompt_len",
-        "resume",
-        "rolling",
-        "root",
-        "rows_have",
-        "salt",
-        "sampler",
-        "score_from",
-        "spans",
-        "start",
-        "state",
-        "stop_ids",
-        "store",
-        "tokens",
-        "waits_since",
-    )
+        "arrivals", "awaited", "begun", "blocks", "branch_at", "cached_tokens", "checked", "checks_stops",
+        "chosen_from", "computed_prefill", "deadline", "decoding", "drafts", "due", "emits", "ending", "first",
+        "group", "hand_off", "hashing", "hit_blocks", "idle_step", "indexed", "is_cut", "key", "keys", "last_step",
+        "lease", "mark", "max_len", "midway", "min_len", "near", "order", "parting", "passed", "planned",
+        "prompt_len", "resume", "rolling", "root", "rows_have", "salt", "sampler", "score_from", "spans", "start",
+        "state", "stop_ids", "store", "tokens", "waits_since",
+    )  # fmt: skip
 
     def __init__(self, event: RequestPrepared, order: Order, weights: Weights, first: Sequence | None = None) -> None:
         self.key = event.key

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from fdasync.scheduler.state.sequence import Sequence
 
 
+@dataclass(slots=True, eq=False)
 class ChunkPlan:
     """A chunk in flight.
 
@@ -21,15 +23,13 @@ class ChunkPlan:
         last: the chunk ends with the last known token, and samples the next one.
     """
 
-    __slots__ = ("last", "seq", "start", "stop")
-
-    def __init__(self, seq: Sequence, start: int, stop: int, last: bool) -> None:
-        self.seq = seq
-        self.start = start
-        self.stop = stop
-        self.last = last
+    seq: Sequence
+    start: int
+    stop: int
+    last: bool
 
 
+@dataclass(slots=True, eq=False)
 class StepPlan:
     """A step in flight, frozen when planned.
 
@@ -44,27 +44,13 @@ class StepPlan:
         drafts, own_drafts, snapshots: of the `RunStep` that is made of it; attachments fill them in.
     """
 
-    __slots__ = (
-        "chunks", "decodes", "drafts", "emitters", "full", "own_drafts", "planned_at", "snapshots", "step_id",
-        "stop_ids",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        step_id: int,
-        decodes: list[Sequence],
-        emitters: list[tuple[int, Sequence]],
-        stop_ids: frozenset[int],
-        planned_at: float,
-        full: dict[int, int],
-    ) -> None:
-        self.step_id = step_id
-        self.decodes = decodes
-        self.emitters = emitters
-        self.stop_ids = stop_ids
-        self.chunks: list[ChunkPlan] = []
-        self.planned_at = planned_at
-        self.full = full
-        self.drafts: Drafts | None = None
-        self.own_drafts: int | None = None
-        self.snapshots: tuple[TakeSnapshot, ...] = ()
+    step_id: int
+    decodes: list[Sequence]
+    emitters: list[tuple[int, Sequence]]
+    stop_ids: frozenset[int]
+    planned_at: float
+    full: dict[int, int]
+    chunks: list[ChunkPlan] = field(default_factory=list)
+    drafts: Drafts | None = None
+    own_drafts: int | None = None
+    snapshots: tuple[TakeSnapshot, ...] = ()

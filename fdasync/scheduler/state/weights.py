@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 
+
+@dataclass(slots=True, eq=False)
 class Weights:
     """See the module.
 
@@ -15,9 +18,6 @@ class Weights:
         weights_id: what they are, whatever their label.
     """
 
-    __slots__ = ("namespace", "version", "weights_id")
-
-    def __init__(self, namespace: bytes, version: str, weights_id: str) -> None:
-        self.namespace = namespace
-        self.version = version
-        self.weights_id = weights_id
+    namespace: bytes
+    version: str
+    weights_id: str

@@ -34,12 +34,10 @@ from fdasync.scheduler.state.sequence import Sequence, State
 
 if TYPE_CHECKING:
     from fdasync.cache.blocks import Block
-    from fdasync.cache.prefix import PrefixIndex
     from fdasync.cache.snapshots import Snapshot, SnapshotPool
     from fdasync.events.catalog import StepDone
-    from fdasync.scheduler.state.config import SchedulerConfig
     from fdasync.scheduler.state.step_plan import StepPlan
-    from fdasync.scheduler.tiers.swap_planner import SwapPlanner
+    from fdasync.scheduler.tiers.parts import Parts
 
 
 class SnapshotPlanner(Attachment):
@@ -49,12 +47,10 @@ class SnapshotPlanner(Attachment):
         pool: the places.
     """
 
-    def __init__(
-        self, config: SchedulerConfig, pool: SnapshotPool, index: PrefixIndex, swap_planner: SwapPlanner
-    ) -> None:
+    def __init__(self, parts: Parts, pool: SnapshotPool) -> None:
+        config = parts.config
         self.pool = pool
-        self._index = index
-        self._swap_planner = swap_planner
+        self._index = parts.index
         self._size = config.block_tokens
         self._every = config.state_every_tokens
         # how many positions past what is known the steps in flight and the next one may fill
@@ -78,29 +74,17 @@ class SnapshotPlanner(Attachment):
                 return hits[:number] if ready else None
         return []
 
-    def reserve(self, seq: Sequence, hits: list[Block]) -> None:
-        """The snapshot at the end of these gets a place on the device, which `usable` found."""
-        snapshot = hits[-1].snapshot if hits else None
-        if snapshot is not None and snapshot.place < 0 and not self.pool.bring(snapshot):
-            raise InvariantBroken(f"sequence {seq.key} begins behind {hits[-1]}, whose snapshot has no place")
-
     def admitted(self, seq: Sequence, hits: list[Block], known: int) -> None:
-        """The sequence begins behind these blocks."""
+        """The sequence begins behind these blocks; `usable` found a place for the snapshot at their end."""
         seq.branch_at = known
         if not hits:
             return
         snapshot = hits[-1].snapshot
-        if snapshot is None:
-            raise InvariantBroken(f"sequence {seq.key} begins behind {hits[-1]}, which has no snapshot")
+        if snapshot is None or (snapshot.place < 0 and not self.pool.bring(snapshot)):
+            raise InvariantBroken(f"sequence {seq.key} begins behind {hits[-1]}, whose snapshot has no place")
         self.pool.pin(snapshot)
         seq.resume = snapshot
         seq.passed = None if hits[-1].branches > 1 else (snapshot, snapshot.uses)
-        self._swap_planner.load_snapshot(seq, snapshot)
-
-    def started(self, seq: Sequence, step_id: int) -> None:
-        snapshot, seq.resume = seq.resume, None
-        if snapshot is not None:
-            self.pool.started(snapshot, step_id)
 
     # -- taking -------------------------------------------------------------------------------------
 
@@ -110,6 +94,9 @@ class SnapshotPlanner(Attachment):
         return stop - 1 if parts and not self.pool.has_room() else stop
 
     def chunk(self, seq: Sequence, start: int, stop: int, step_id: int) -> None:
+        if seq.resume is not None:
+            self.pool.started(seq.resume, step_id)
+            seq.resume = None
         if stop == len(seq.tokens):
             if seq.hand_off is not None:
                 # before any other: this one must have a place

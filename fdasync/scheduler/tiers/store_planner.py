@@ -17,6 +17,7 @@ This module knows identities and blocks, no bytes and no clock but the time of e
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from fdasync.errors import InvariantBroken
@@ -44,6 +45,7 @@ _MAX_CHECKS = 4
 _CHECK_S = 10.0
 
 
+@dataclass(slots=True, eq=False)
 class _Lookup:
     """A lookup in flight.
 
@@ -54,15 +56,13 @@ class _Lookup:
         waiting: sequences that wait for it.
     """
 
-    __slots__ = ("deadline", "gap", "keys", "waiting")
-
-    def __init__(self, gap: Gap, deadline: float) -> None:
-        self.gap = gap
-        self.keys = gap.keys
-        self.deadline = deadline
-        self.waiting: list[Sequence] = []
+    gap: Gap
+    keys: list[bytes]
+    deadline: float
+    waiting: list[Sequence] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
 class _Transfer:
     """A fetch or a write in flight, or its late rest.
 
@@ -76,17 +76,17 @@ class _Transfer:
         waiting: sequences that wait for a fetch.
     """
 
-    __slots__ = ("blocks", "deadline", "epoch", "held", "keys", "reason", "snapshots", "waiting")
+    keys: list[bytes]
+    blocks: list[Block]
+    epoch: int
+    reason: Literal["fetch", "write"]
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    held: list[int] = field(init=False)
+    deadline: float = 0.0
+    waiting: list[Sequence] = field(default_factory=list)
 
-    def __init__(self, keys: list[bytes], blocks: list[Block], epoch: int, reason: Literal["fetch", "write"]) -> None:
-        self.keys = keys
-        self.blocks = blocks
-        self.snapshots: dict[int, Snapshot] = {}
-        self.held = list(range(len(blocks)))
-        self.epoch = epoch
-        self.reason: Literal["fetch", "write"] = reason
-        self.deadline = 0.0
-        self.waiting: list[Sequence] = []
+    def __post_init__(self) -> None:
+        self.held = list(range(len(self.blocks)))
 
     def places(self) -> tuple[int, ...]:
         """The host's places of its snapshots, as `FetchBlocks` and `StoreBlocks` have them."""
@@ -214,7 +214,7 @@ class StorePlanner:
         if notes.regret_s is None:
             notes.regret_s = REGRET_SHARE * recompute_s
         deadline = now + self.rates.lookup_s + notes.regret_s
-        lookup = _Lookup(gap, deadline)
+        lookup = _Lookup(gap, gap.keys, deadline)
         number = self._take_id()
         self._lookups[number] = lookup
         lookup.waiting.append(seq)

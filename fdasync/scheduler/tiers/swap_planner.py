@@ -12,6 +12,7 @@ This module knows requests only as sequences that wait for copies, and no bytes.
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fdasync.errors import InvariantBroken
@@ -33,6 +34,7 @@ _AHEAD_SHARE = 16
 _AHEAD_MAX_BLOCKS = 64
 
 
+@dataclass(slots=True, eq=False)
 class _Copy:
     """A copy in flight.
 
@@ -42,13 +44,10 @@ class _Copy:
         waiting: sequences that wait for it.
     """
 
-    __slots__ = ("blocks", "outward", "snapshots", "waiting")
-
-    def __init__(self, blocks: list[Block], outward: bool, snapshots: list[Snapshot] | None = None) -> None:
-        self.blocks = blocks
-        self.snapshots = snapshots or []
-        self.outward = outward
-        self.waiting: list[Sequence] = []
+    blocks: list[Block]
+    outward: bool
+    snapshots: list[Snapshot]
+    waiting: list[Sequence] = field(default_factory=list)
 
 
 class SwapPlanner:
@@ -104,10 +103,6 @@ class SwapPlanner:
         """Copy it to the host soon, if it is not there."""
         if self.enabled and snapshot.host < 0:
             self._snapshot_queue.append(snapshot)
-
-    def unhold_snapshot(self, snapshot: Snapshot) -> None:
-        """Another instance reads it no more."""
-        self._index.unhold(snapshot)
 
     def need(self, count: int) -> None:
         """A sequence lacked device blocks in this turn: see that this many can be had."""
@@ -172,17 +167,14 @@ class SwapPlanner:
 
     def load(self, seq: Sequence, hits: list[Block], fresh: list[Block]) -> None:
         """Bring `fresh`, blocks of the host that just got their device ids, and let `seq` wait for all of its hits
-        that are on their way, others' too."""
+        that are on their way, others' too, and for the snapshot that it starts from."""
         self.bring(fresh)
         for number in sorted({block.arriving for block in hits if block.arriving >= 0}):
             seq.arrivals += 1
             self._copies[number].waiting.append(seq)
-
-    def load_snapshot(self, seq: Sequence, snapshot: Snapshot) -> None:
-        """Let `seq` wait until the snapshot is in its place on the device; begin the copy unless it is under way."""
-        if not snapshot.on_device:
+        if seq.resume is not None and not seq.resume.on_device:
             seq.arrivals += 1
-            self._copies[self.bring_snapshot(snapshot)].waiting.append(seq)
+            self._copies[self.bring_snapshot(seq.resume)].waiting.append(seq)
 
     def bring_snapshot(self, snapshot: Snapshot) -> int:
         """Copy it from the host to its place on the device, unless a copy is under way; returns the copy's number."""
@@ -228,10 +220,7 @@ class SwapPlanner:
         while self._queue and self._outward < _MAX_OUTWARD:
             batch = self._next_batch()
             if batch:
-                number = self._start(batch, outward=True)
-                actions.append(
-                    SwapOut(number, tuple([block.id for block in batch]), tuple([block.host for block in batch]))
-                )
+                actions.append(self._send(batch))
         self._needed = 0
         return actions
 
@@ -253,10 +242,11 @@ class SwapPlanner:
                 batch.append(block)
             self._hold(export)
         self._exports = waiting
-        if not batch:
-            return []
+        return [self._send(batch)] if batch else []
+
+    def _send(self, batch: list[Block]) -> SwapOut:
         number = self._start(batch, outward=True)
-        return [SwapOut(number, tuple([block.id for block in batch]), tuple([block.host for block in batch]))]
+        return SwapOut(number, tuple([block.id for block in batch]), tuple([block.host for block in batch]))
 
     def _send_snapshots(self, *, ahead: bool) -> list[SwapOut]:
         """Copy out the snapshots that shall be kept, and snapshots whose copies make room before it is needed."""
@@ -331,7 +321,7 @@ class SwapPlanner:
     def _start(self, blocks: list[Block], *, outward: bool, snapshots: list[Snapshot] | None = None) -> int:
         number = self._next_id
         self._next_id += 1
-        self._copies[number] = _Copy(blocks, outward, snapshots)
+        self._copies[number] = _Copy(blocks, outward, snapshots or [])
         for snapshot in snapshots or ():
             snapshot.moves += 1
         self._outward += outward

@@ -18,6 +18,7 @@ from fdasync.events.catalog import (
     LookedUp,
     LookupReturned,
     StoreEnded,
+    SwapDone,
     WeightsChanged,
 )
 from fdasync.scheduler.state.sequence import Sequence, State, StoreNotes
@@ -25,20 +26,13 @@ from fdasync.scheduler.state.sequence import Sequence, State, StoreNotes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fdasync.cache.prefix import PrefixIndex
     from fdasync.events.actions import Action
     from fdasync.events.catalog import Event
-    from fdasync.scheduler.state.queues import SequenceQueues
-    from fdasync.scheduler.state.weights import Weights
-    from fdasync.scheduler.tiers.store_planner import StorePlanner
-    from fdasync.scheduler.tiers.swap_planner import SwapPlanner
+    from fdasync.scheduler.tiers.parts import Parts
 
 
 class Tiers:
     """See the module.
-
-    Args:
-        sequences: the live ones by key; owned by the scheduler.
 
     Attributes:
         swap_planner, store_planner: see the module.
@@ -46,17 +40,9 @@ class Tiers:
         hashes: actions that have identities computed again; `plan` takes them.
     """
 
-    def __init__(
-        self,
-        index: PrefixIndex,
-        sequences: dict[int, Sequence],
-        queues: SequenceQueues,
-        swap_planner: SwapPlanner,
-        store_planner: StorePlanner,
-        weights: Weights,
-    ) -> None:
-        self.swap_planner = swap_planner
-        self.store_planner = store_planner
+    def __init__(self, parts: Parts) -> None:
+        self.swap_planner = parts.swap_planner
+        self.store_planner = parts.store_planner
         self.handlers: dict[type[Event], Callable[..., None]] = {
             LookedUp: self._on_looked_up,
             LookupReturned: self.store_planner.lookup_returned,
@@ -64,11 +50,12 @@ class Tiers:
             StoreEnded: self.store_planner.store_ended,
             LateTransferEnded: self.store_planner.late_transfer_ended,
             Hashed: self._on_hashed,
+            SwapDone: self._on_copied,
         }
-        self._index = index
-        self._sequences = sequences
-        self._queues = queues
-        self._weights = weights
+        self._index = parts.index
+        self._sequences = parts.sequences
+        self._queues = parts.queues
+        self._weights = parts.weights
         self.hashes: list[HashAgain] = []
 
     def plan(self, *, paused: bool, falls_asleep: bool = False) -> list[Action]:
@@ -106,9 +93,8 @@ class Tiers:
         seq.store.waits_for = None
         self.store_planner.let_go(seq)
 
-    def copied(self, copy_id: int) -> None:
-        """A copy between device and host ended."""
-        whole, ready = self.swap_planner.done(copy_id)
+    def _on_copied(self, event: SwapDone) -> None:
+        whole, ready = self.swap_planner.done(event.copy_id)
         for block in whole:
             self.store_planner.on_host(block)
         for seq in ready:

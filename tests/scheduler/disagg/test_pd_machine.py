@@ -388,11 +388,9 @@ class PdMachine(RuleBasedStateMachine):
         assert stats.free_blocks + stats.idle_blocks == side.config.num_blocks
         assert (stats.moving, stats.writing, scheduler.swap_planner.num_held, scheduler.index.reserved) == (0, 0, 0, 0)
         assert attached(scheduler, PrefillSide).num_held == scheduler.index.lent == 0
-        assert (
-            attached(scheduler, PrefillSide).num_asked,
-            attached(scheduler, DecodeSide).num_leases,
-            attached(scheduler, DecodeSide).num_receiving,
-        ) == (0, 0, 0)
+        assert not attached(scheduler, PrefillSide)._asks
+        assert not attached(scheduler, DecodeSide).leases
+        assert not attached(scheduler, DecodeSide)._receiver.is_receiving
         for block in scheduler.index.pool.live():
             assert block.key is not None
             assert block.host < 0 or block.host_list is not None

@@ -13,7 +13,6 @@ from fdasync.scheduler.state.queues import SequenceQueues
 from fdasync.scheduler.state.weights import Weights
 from fdasync.scheduler.tiers.store_planner import StorePlanner
 from fdasync.scheduler.tiers.swap_planner import SwapPlanner
-from fdasync.scheduler.tiers.tiers import Tiers
 from fdasync.scheduler.tiers.write_policy import WritePolicy
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ class Parts:
         sequences: the live ones by key.
         queues: where every sequence stands.
         spans: rows that are to be copied in this turn.
-        swap_planner, store_planner, writes, tiers: decide what happens below the device.
+        swap_planner, store_planner, writes: decide what happens below the device.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -56,4 +55,3 @@ class Parts:
             self.writes.write_back,
             asks_store=self.store_planner.enabled,
         )
-        self.tiers = Tiers(self.index, self.sequences, self.queues, self.swap_planner, self.store_planner, self.weights)
