@@ -117,29 +117,26 @@ class Scheduler:
             StepFailed: self._on_step_failed,
             TimerFired: self._on_timer,
             PauseRequested: self._on_pause,
-            ResumeRequested: self._on_resume,
+            ResumeRequested: self.pausing.resume,
             SleepRequested: self._on_sleep,
             CacheResetRequested: self._on_reset,
             WeightsChanged: self._on_weights,
             WeightsRelabelled: self._on_label,
             **self.tiers.handlers,
         }
-        handlers = self._handlers
         for one in attachments:
             one.core = self
-            twice = handlers.keys() & one.handlers.keys()
-            if twice:
-                raise InvariantBroken(f"two handle {sorted([kind.__name__ for kind in twice])}")
-            handlers.update(one.handlers)
-        for one in attachments:
-            for kind, also in one.also.items():
-                handlers[kind] = _both(handlers[kind], one, also)
-        self._prepared = asked(Attachment.prepared, attachments)
+            for kind, handler in one.handlers.items():
+                if self._handlers.setdefault(kind, handler) is not handler:
+                    raise InvariantBroken(f"two handle {kind.__name__}")
+        self._prepared = [(one.concerns, told) for one in attachments for told in asked(Attachment.prepared, [one])]
         self.bind()
 
     def bind(self) -> None:
         """See `Core`."""
         awake = [one for one in self.attachments if one.awake]
+        kinds = {kind: None for one in awake for kind in one.also}
+        self._also = {kind: [one.also[kind] for one in awake if kind in one.also] for kind in kinds}
         self._ring = asked(Attachment.ring, awake)
         self._begin = asked(Attachment.begin, awake)
         self._plan = asked(Attachment.plan, awake)
@@ -165,6 +162,8 @@ class Scheduler:
             handler = self._handlers.get(type(event))
             if handler is not None:
                 handler(event)
+                for also in self._also.get(type(event), ()):
+                    also(event)
             elif not isinstance(event, Notice):
                 raise InvariantBroken(f"the scheduler knows no event {type(event).__name__}")
         self._expire(self.now)
@@ -240,8 +239,9 @@ class Scheduler:
         # what was hashed under other weights is hashed again
         seq.indexed = event.namespace == self.weights.namespace
         self.queues.enqueue(seq)
-        for prepared in self._prepared:
-            prepared(seq, event)
+        for concerns, prepared in self._prepared:
+            if not concerns or getattr(event, concerns):
+                prepared(seq, event)
 
     def add(self, event: RequestPrepared, first: Sequence | None = None) -> Sequence:
         """See `Core`."""
@@ -527,9 +527,6 @@ class Scheduler:
         }
         return [seq for seq in live if seq.group in groups]
 
-    def _on_resume(self, event: ResumeRequested) -> None:
-        self.pausing.resume(event.at)
-
     # -- sleep --------------------------------------------------------------------------------------
 
     def _on_sleep(self, event: SleepRequested) -> None:
@@ -584,12 +581,3 @@ class Scheduler:
     def check(self) -> None:
         """Raise InvariantBroken unless blocks, slots, pins and queues agree. For tests and idle time."""
         check(self._parts, self.attachments, steps=bool(self._inflight))
-
-
-def _both(handler: Callable[..., None], one: Attachment, also: Callable[..., None]) -> Callable[..., None]:
-    def handle(event: Event) -> None:
-        handler(event)
-        if one.awake:
-            also(event)
-
-    return handle

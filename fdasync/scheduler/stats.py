@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fdasync.cache.snapshots import SnapshotPool
 from fdasync.errors import InvariantBroken
 from fdasync.scheduler.state.pausing import PAUSED
 from fdasync.stats import SchedulerStats
@@ -43,7 +42,7 @@ class Counters:
 def collect_stats(counters: Counters, parts: Parts, attachments: tuple[Attachment, ...]) -> SchedulerStats:
     """Counters since the start, gauges of now."""
     index, queues, swap_planner, store_planner = parts.index, parts.queues, parts.swap_planner, parts.store_planner
-    pool, snapshots = index.pool, index.pool.snapshots or SnapshotPool(0)
+    pool, snapshots = index.pool, index.pool.snapshots
     device_hits, host_hits, store_hits = counters.hits
     return SchedulerStats(
         waiting=len(queues.waiting),
@@ -72,7 +71,7 @@ def collect_stats(counters: Counters, parts: Parts, attachments: tuple[Attachmen
         fetched_blocks=store_planner.fetched,
         late_fetched_blocks=store_planner.late_fetched,
         written_blocks=store_planner.written,
-        dropped_writes=store_planner.dropped + swap_planner.dropped + snapshots.unwritten,
+        dropped_writes=store_planner.dropped + swap_planner.dropped + (snapshots.unwritten if snapshots else 0),
         forgotten_blocks=store_planner.chains.forgotten,
         fetch_cut_offs=store_planner.cut_off,
         moving=swap_planner.num_in_flight,
@@ -84,14 +83,6 @@ def collect_stats(counters: Counters, parts: Parts, attachments: tuple[Attachmen
         queued_tokens=sum(len(seq.tokens) for seq in queues.waiting),
         paused=parts.pausing.paused,
         weight_version=parts.weights.version,
-        used_snapshots=snapshots.num_places - snapshots.num_free,
-        free_snapshots=snapshots.num_free,
-        used_host_snapshots=snapshots.num_host_places - snapshots.num_host_free,
-        free_host_snapshots=snapshots.num_host_free,
-        taken_snapshots=snapshots.taken,
-        resumed_snapshots=snapshots.resumed,
-        lost_snapshots=snapshots.lost,
-        refused_snapshots=snapshots.refused,
         **{name: value for one in attachments for name, value in one.stats().items()},
     )
 

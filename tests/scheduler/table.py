@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from fdasync.events.actions import Action
     from fdasync.events.catalog import Event
     from fdasync.request import PauseMode
+    from fdasync.scheduler.state.attachment import Attachment
     from fdasync.stats import SchedulerStats
 from tests.support.helpers import ROOT, make_request
 
@@ -65,6 +66,9 @@ class Table:
     What the scheduler asked of copies, store and hashing lies here until the test answers it, or has it answered by
     `answers()` from a model of a store.
 
+    Args:
+        attachments: besides the scheduler's own.
+
     Attributes:
         flying: steps in flight.
         copies, lookups, fetches, puts: in flight, by number; `late`: leases that are out; `hashes`: in order.
@@ -72,14 +76,14 @@ class Table:
         now: time of the events made here.
     """
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, *, attachments: tuple[Attachment, ...] = (), **config: Any) -> None:
         values: dict[str, Any] = {
             "block_tokens": 4, "num_blocks": 64, "max_running": 8, "max_step_tokens": 16,
             # scripts say who is first by the order of their lines
             "policy": "arrival",
         }  # fmt: skip
         self.config = SchedulerConfig(**{**values, **config})
-        self.scheduler = make_scheduler(self.config)
+        self.scheduler = make_scheduler(self.config, more=attachments)
         self.now = 1.0
         self.namespace = self.config.namespace
         self.flying: list[RunStep] = []

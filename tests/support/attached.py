@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from fdasync.scheduler import Scheduler
+    from fdasync.scheduler.disagg.prefill import PrefillSide
 
 A = TypeVar("A")
 
@@ -14,3 +15,9 @@ def attached(scheduler: Scheduler, kind: type[A]) -> A:
     """The scheduler's one attachment of this class."""
     (found,) = [one for one in scheduler.attachments if isinstance(one, kind)]
     return found
+
+
+def held_for_others(side: PrefillSide) -> int:
+    """Tokens that have a lease and are not begun, blocks in the staging ring, offers and hand-overs; 0 when no hand-off
+    is under way."""
+    return side._leased_tokens + side._sender.num_exported + side._sender.num_out

@@ -31,7 +31,7 @@ from fdasync.scheduler.disagg.decode import DecodeSide
 from fdasync.scheduler.disagg.prefill import PrefillSide
 from fdasync.scheduler.state.config import LeaseRules
 from tests.scheduler.table import Table
-from tests.support.attached import attached
+from tests.support.attached import attached, held_for_others
 from tests.support.helpers import make_sampler
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ class PdTable(Table):
         out = self.asks or self.offers or self.hands or self.receives
         scheduler = self.scheduler
         held = scheduler.swap_planner.num_held or scheduler.index.reserved or attached(scheduler, DecodeSide).leases
-        hand_offs = attached(scheduler, PrefillSide).num_held or stats.hand_offs
+        hand_offs = held_for_others(attached(scheduler, PrefillSide)) or stats.hand_offs
         return super().is_empty() and not (stats.leased or out or held or hand_offs)
 
 

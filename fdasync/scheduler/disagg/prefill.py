@@ -62,6 +62,8 @@ class PrefillSide(Attachment):
         ends: (sequence, finish reason, note) of samples that end in this turn; `ring` takes them.
     """
 
+    concerns = "decoders"
+
     def __init__(self, parts: Parts) -> None:
         config = parts.config
         self.awake = False
@@ -97,19 +99,11 @@ class PrefillSide(Attachment):
         waits = self._asks or self._sender.num_out or self._timers
         return Holds(snapshots=self._sender.held_snapshots, waits=bool(waits))
 
-    @property
-    def num_held(self) -> int:
-        """Tokens that have a lease and are not begun, blocks in the staging ring, offers and hand-overs; 0 when no
-        hand-off is under way."""
-        return self._leased_tokens + self._sender.num_exported + self._sender.num_out
-
     def wake_at(self) -> float:
         return self._timers[0][0] if self._timers else float("inf")
 
     def prepared(self, seq: Sequence, event: RequestPrepared) -> None:
-        """Another instance shall decode it if it has `decoders`."""
-        if not event.decoders:
-            return
+        """Another instance shall decode it."""
         self.wake()
         now = event.at
         hand_off = self.hand_offs.get(event.group)

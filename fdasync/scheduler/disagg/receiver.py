@@ -127,24 +127,7 @@ class BlockReceiver:
                 rows.append(self._size if seq is None else seq.prompt_len % self._size)
             if not offers:
                 break
-            number = self._next_receive
-            self._next_receive += 1
-            self._receives[number] = receive
-            slots = [block.slot for block in receive.blocks if block.slot is not None]
-            self._actions.append(
-                ReceiveBlocks(
-                    receive_id=number,
-                    group=lease.group,
-                    offers=tuple(offers),
-                    indices=tuple(receive.indices),
-                    host=() if receive.on_device else tuple([block.host for block in receive.blocks]),
-                    slots=tuple([slot.id for slot in slots]),
-                    generations=tuple([slot.generation for slot in slots]),
-                    rows=tuple(rows),
-                    deadline=min(lease.over_by, now + self._rules.receive_s),
-                    device=tuple([block.id for block in receive.blocks]) if receive.on_device else (),
-                )
-            )
+            self._start(receive, offers, rows, now)
         return problem
 
     def _receive_state(self, lease: Lease, now: float) -> bool:
@@ -156,27 +139,29 @@ class BlockReceiver:
             return False
         lease.offered.popleft()
         self._states.take(lease.peer)
-        receive = _Receive(lease, self.epoch, samples=[seq], state=state)
+        self._start(_Receive(lease, self.epoch, indices=[index], samples=[seq], state=state), [offer], [0], now)
+        return True
+
+    def _start(self, receive: _Receive, offers: list[int], rows: list[int], now: float) -> None:
         number = self._next_receive
         self._next_receive += 1
         self._receives[number] = receive
-        until = min(lease.over_by, now + self._rules.receive_s)
+        slots = [block.slot for block in receive.blocks if block.slot is not None]
         self._actions.append(
             ReceiveBlocks(
                 receive_id=number,
-                group=lease.group,
-                offers=(offer,),
-                indices=(index,),
-                host=(),
-                slots=(),
-                generations=(),
-                rows=(0,),
-                deadline=until,
-                device=(),
-                snapshots_host=(state.host,),
+                group=receive.lease.group,
+                offers=tuple(offers),
+                indices=tuple(receive.indices),
+                host=() if receive.on_device else tuple([block.host for block in receive.blocks]),
+                slots=tuple([slot.id for slot in slots]),
+                generations=tuple([slot.generation for slot in slots]),
+                rows=tuple(rows),
+                deadline=min(receive.lease.over_by, now + self._rules.receive_s),
+                device=tuple([block.id for block in receive.blocks]) if receive.on_device else (),
+                snapshots_host=() if receive.state is None else (receive.state.host,),
             )
         )
-        return True
 
     def let_go(self, lease: Lease, state: Snapshot) -> None:
         """A sample has left its lease, and needs its state's place on the host no more; the last sample that shares the

@@ -48,11 +48,8 @@ class Core(Protocol):
     sequences: dict[int, Sequence]
 
     def add(self, event: RequestPrepared, first: Sequence | None = None) -> Sequence:
-        """A new sequence; the caller puts it into a queue. Raises InvariantBroken where the key is in use.
-
-        Args:
-            first: the first sample of its request; None: it is the first.
-        """
+        """A new sequence, which the caller puts into a queue; `first`: the first sample of its request, if it is not
+        that. Raises InvariantBroken where the key is in use."""
 
     def end(self, seq: Sequence, reason: FinishReason, keep: int, matched: int = -1, note: str = "") -> None:
         """End a live sequence, with the first `keep` tokens of its output."""
@@ -88,12 +85,14 @@ class Attachment:
         handlers: handlers of its own events, by type; no event has two.
         also: by type, what it does about events of others, when their handlers have done their part.
         awake: False: it has nothing to do, and is told of its own events and of new sequences alone.
+        concerns: `prepared` is called for requests with this field of `RequestPrepared` set; "": for all.
     """
 
     core: Core
     handlers: Mapping[type[Event], Callable[..., None]] = {}
     also: Mapping[type[Event], Callable[..., None]] = {}
     awake = True
+    concerns = ""
 
     def wake(self, awake: bool = True) -> None:
         """From now on ask it all questions; False: until it wakes, an engine pays nothing for it in its turns."""
@@ -121,7 +120,7 @@ class Attachment:
     # -- admission ------------------------------------------------------------------------------------
 
     def prepared(self, seq: Sequence, event: RequestPrepared) -> None:
-        """The sequence came to the queue. Called while it rests, too."""
+        """The sequence came to the queue; see `concerns`. Called while it rests, too."""
 
     def may_begin(self, seq: Sequence) -> bool:
         """Whether a sequence that could start otherwise may do so now; others pass it meanwhile."""
@@ -132,11 +131,8 @@ class Attachment:
         return hits
 
     def admitted(self, seq: Sequence, hits: list[Block], known: int) -> None:
-        """There is room: it gets `hits` and free blocks at once, and starts when all copies that it waits for are done.
-
-        Args:
-            known: position behind the last token whose KV is there already, be it of use or not.
-        """
+        """There is room: it gets `hits` and free blocks at once, and starts when no copy for it is on its way. `known`:
+        so many leading tokens have KV here, be it of use to it or not."""
 
     # -- a step that is being planned -----------------------------------------------------------------
 
@@ -161,12 +157,8 @@ class Attachment:
     # -- a step that is done --------------------------------------------------------------------------
 
     def stepped(self, plan: StepPlan, samplers: list[Sequence], event: StepDone, seconds: float) -> None:
-        """The oldest step in flight is done; its decodes have their tokens, `samplers` do not yet.
-
-        Args:
-            samplers: sequences whose last chunk it computed.
-            seconds: what it took.
-        """
+        """The oldest step in flight is done, `seconds` after it could begin. Its decodes have their tokens; `samplers`,
+        the sequences whose last chunk it computed, do not yet."""
 
     def sealed(self, seq: Sequence, number: int, key: bytes | None) -> None:
         """A block of the sequence is complete. `key`: its identity, which its `Block.key` may not be (another

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from fdasync.events.catalog import ResumeRequested
     from fdasync.scheduler.state.sequence import Sequence
 
 Stage = Literal["running", "winding_down", "paused", "clearing", "clear"]
@@ -74,9 +75,9 @@ class Pausing:
         if self.stage == "winding_down" and not self._finishing:
             self.stage = "paused"
 
-    def resume(self, now: float) -> None:
+    def resume(self, event: ResumeRequested) -> None:
         """Undo any pause."""
-        self.held_s = now - self._since if self.stage != "running" else 0.0
+        self.held_s = event.at - self._since if self.stage != "running" else 0.0
         self.stage = "running"
 
     def _begin(self, stage: Stage, now: float) -> None:

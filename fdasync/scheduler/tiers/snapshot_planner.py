@@ -226,6 +226,19 @@ class SnapshotPlanner(Attachment):
     def stepped(self, plan: StepPlan, samplers: list[Sequence], event: StepDone, seconds: float) -> None:
         self.pool.step_done(plan.step_id)
 
+    def stats(self) -> dict[str, int]:
+        pool = self.pool
+        return {
+            "used_snapshots": pool.num_places - pool.num_free,
+            "free_snapshots": pool.num_free,
+            "used_host_snapshots": pool.num_host_places - pool.num_host_free,
+            "free_host_snapshots": pool.num_host_free,
+            "taken_snapshots": pool.taken,
+            "resumed_snapshots": pool.resumed,
+            "lost_snapshots": pool.lost,
+            "refused_snapshots": pool.refused,
+        }
+
     def sealed(self, seq: Sequence, number: int, key: bytes | None) -> None:
         """The snapshot of a decoded block goes to the computation that has its identity. Without an identity (None) no
         sequence can ever start from the snapshot."""

@@ -28,7 +28,7 @@ from fdasync.testing.harness.leaks import check_idle
 from fdasync.testing.harness.pass_model import PassModel
 from fdasync.testing.harness.recording_store import RecordingStore
 from fdasync.testing.sim.process import SimProcess
-from tests.support.attached import attached
+from tests.support.attached import attached, held_for_others
 from tests.support.sim_fleet.workload import STAMPS
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ class Machine:
             "requests that moved": len(prefill_service._moved),
             "leases granted": len(decode_service._leases) + len(decode_side.leases),
             "hand-offs": len(prefill_side.hand_offs) + len(prefill_side._asks),
-            "leased tokens, blocks in the ring, offers and hand-overs": prefill_side.num_held,
+            "leased tokens, blocks in the ring, offers and hand-overs": held_for_others(prefill_side),
             "blocks on their way here": decode_side._receiver.num_receiving,
             "device blocks that others read, or fill": scheduler.index.lent,
             "blocks that exports hold": scheduler.swap_planner.num_held + len(scheduler.swap_planner._exports),
