@@ -2,9 +2,10 @@
 
 It has no await, no torch, no I/O, no text, no clock but the time stamped on events, and iterates over no set: the same
 events give the same actions, so every decision can be tested with plain calls and replayed (docs/design.md, section 2).
-This module says what events mean and how a request ends. `step_planner.py` plans the next step, `tiers/` decides what
-happens below the device, `state/queues.py` keeps where every sequence stands. Who else has a say about a sequence
-(snapshots of recurrent state, drafts, other instances) is an attachment (`state/attachment.py`), and has no line here.
+This module says what events mean and how a request ends. `step_planner.py` plans the next step, `results.py` takes what
+a step gave, `tiers/` decides what happens below the device, `state/queues.py` keeps where every sequence stands. Who
+else has a say about a sequence (snapshots of recurrent state, drafts, other instances) is an attachment
+(`state/attachment.py`), and has no line here.
 
 Made by `make.py`. Called by `engine/driver.py`, once per loop turn.
 """
@@ -15,7 +16,6 @@ import heapq
 from collections import deque
 from typing import TYPE_CHECKING
 
-from fdasync.cache.identity import block_key
 from fdasync.errors import InvariantBroken
 from fdasync.events.actions import Action, CopyRows, EmitTokens, FinishRequest, TellBlocks, WakeAt
 from fdasync.events.catalog import (
@@ -35,7 +35,7 @@ from fdasync.events.catalog import (
     WeightsChanged,
     WeightsRelabelled,
 )
-from fdasync.scheduler.runs import one_each, take_runs
+from fdasync.scheduler.results import StepResults
 from fdasync.scheduler.state.attachment import Attachment, asked
 from fdasync.scheduler.state.pausing import PAUSED
 from fdasync.scheduler.state.policy import Candidate
@@ -54,10 +54,6 @@ if TYPE_CHECKING:
     from fdasync.stats import SchedulerStats
 
 _NEVER = float("inf")
-
-# A decoding sequence asks for its rows once in so many blocks: asking costs more than copying a block's rows. What is
-# left is asked for when the sequence ends or gives up its blocks, so this bounds the rows that are copied at once.
-_ROW_BLOCKS = 8
 
 
 class Scheduler:
@@ -97,10 +93,7 @@ class Scheduler:
         # an engine of the device alone enters nothing of `tiers/` in a turn
         self._has_tiers = config.num_host_blocks > 0 or config.store
         self.now = 0.0
-        self._step_ended_at = 0.0
         self._inflight: deque[StepPlan] = deque()
-        # the last step that gave runs of tokens
-        self._runs_step = -config.pipeline_depth
         self._deadlines: list[tuple[float, int]] = []
         self._wake_at = float("inf")
         self._emits: list[EmitTokens] = []
@@ -108,6 +101,7 @@ class Scheduler:
         self._arrivals = 0
         self.resets = 0
         self._counters = Counters()
+        self._results = StepResults(parts, self._step_planner, self._counters, self._emits, self._complete)
         self._handlers: dict[type[Event], Callable[..., None]] = {
             StepDone: self._on_step_done,
             RequestPrepared: self._on_prepared,
@@ -141,14 +135,12 @@ class Scheduler:
         self._begin = asked(Attachment.begin, awake)
         self._plan = asked(Attachment.plan, awake)
         self._wake_ats = asked(Attachment.wake_at, awake)
-        self._stepped = asked(Attachment.stepped, awake)
-        self._sealed = asked(Attachment.sealed, awake)
-        self._answers = asked(Attachment.answers, awake)
         self._computed = asked(Attachment.computed, awake)
         self._ended = asked(Attachment.ended, awake)
         self._has_begun = asked(Attachment.has_begun, awake)
         self._start_anew = asked(Attachment.start_anew, awake)
         self._step_planner.bind(awake)
+        self._results.bind(awake)
 
     # -- the one entry ----------------------------------------------------------------------------
 
@@ -378,126 +370,13 @@ class Scheduler:
         plan = self._inflight.popleft() if self._inflight else None
         if plan is None or plan.step_id != event.step_id:
             raise InvariantBroken(f"step {event.step_id} is done, but {plan and plan.step_id} was in flight first")
-        tokens = event.tokens
-        samplers = [chunk.seq for chunk in plan.chunks if chunk.last]
-        # (sequence, how many tokens its decode gave) of sequences that are due, or may have ended
-        attention: list[tuple[Sequence, int]] = []
-        maybe_cut = plan.step_id - self._runs_step < self.config.pipeline_depth
-        if event.counts is not None and not one_each(
-            plan.decodes, len(samplers), event, plan.full, maybe_cut=maybe_cut
-        ):
-            self._runs_step = plan.step_id
-            runs = take_runs(plan.decodes, len(samplers), event, self.config, plan.full)
-            attention += runs.due
-            rows = runs.emitted
-            self._counters.dropped += runs.dropped
-        elif len(tokens) != len(plan.decodes) + len(samplers):
-            raise InvariantBroken(
-                f"step {event.step_id} returned {len(tokens)} tokens for {len(plan.decodes) + len(samplers)} sequences"
-            )
-        else:
-            # the hot loop: the cost of a token when nothing else happens
-            may_stop = not plan.stop_ids.isdisjoint(tokens)
-            for seq, token in zip(plan.decodes, tokens, strict=False):
-                known = seq.tokens
-                known.append(token)
-                if len(known) >= seq.due or (may_stop and token in seq.stop_ids):
-                    attention.append((seq, 1))
-            rows = [pair for pair in plan.emitters if pair[1].emits]
-            if self.queues.is_draining:
-                self._counters.dropped += sum(1 for seq in plan.decodes if seq.state is State.ENDED)
-        seconds = self._measure(plan, event.at)
-        for stepped in self._stepped:
-            stepped(plan, samplers, event, seconds)
-        for chunk in plan.chunks:
-            self._chunk_done(chunk.seq, chunk.start, chunk.stop)
-        first = len(tokens) - len(samplers)
-        for row, seq in enumerate(samplers, first):
-            seq.tokens.append(tokens[row])
-            seq.decoding = True
-            attention.append((seq, 0))
-            if seq.emits:
-                rows.append((row, seq))
-            self._counters.dropped += seq.state is State.ENDED
-        if rows:
-            keys = tuple([seq.key for _, seq in rows])
-            self._emits.append(
-                EmitTokens(plan.step_id, keys, tuple([tokens[row] for row, _ in rows]), tuple([row for row, _ in rows]))
-            )
-        due, size = self._step_planner.due, self.config.block_tokens
-        for seq, count in attention:
-            length, last = len(seq.tokens), seq.tokens[-1]
-            if (length - 1) % size < count:
-                self._seal_decoded(seq, count)
-            if last in seq.stop_ids:
-                self._check_stop(seq, last)
-            if length >= seq.max_len and seq.state is not State.ENDED:
-                self._complete(seq, "length")
-            if length < seq.near:
-                # it has just sealed a block, and has room for more
-                seq.due = min(seq.near, length - (length - 1) % size + size)
-            elif seq.state is State.DECODE:
-                due[seq.key] = seq
-        for answers in self._answers:
-            for seq in samplers:
-                # its last token may have been planned already
-                if seq.state is State.DECODE or (seq.state is State.TAIL and len(seq.tokens) < seq.max_len):
-                    answers(seq)
-        self.queues.step_done(plan.step_id)
-
-    def _measure(self, plan: StepPlan, now: float) -> float:
-        """Returns the seconds that the step took. Measures how fast prefill is, for the store's cost model, from steps
-        that are mostly prefill."""
-        started, self._step_ended_at = max(plan.planned_at, self._step_ended_at), now
-        if plan.chunks and self.store_planner.enabled:
-            tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)
-            if tokens >= self.config.block_tokens and tokens > len(plan.decodes) and now > started:
-                self.store_planner.rates.prefilled(tokens, now - started)
-        return now - started
+        self._results.take(plan, event)
 
     def took(self, seq: Sequence, token: int) -> None:
         """See `Core`."""
-        self._check_stop(seq, token)
+        self._results.check_stop(seq, token)
         if len(seq.tokens) >= seq.max_len and seq.state is not State.ENDED:
             self._complete(seq, "length")
-
-    def _check_stop(self, seq: Sequence, token: int) -> None:
-        if token in seq.stop_ids and len(seq.tokens) >= seq.min_len:
-            self._complete(seq, "stop", token)
-
-    def _chunk_done(self, seq: Sequence, start: int, stop: int) -> None:
-        size = self.config.block_tokens
-        for number in range(start // size, stop // size):
-            self.index.seal(seq.blocks[number])
-            for sealed in self._sealed:
-                sealed(seq, number, seq.keys[number] if self.index.enabled and seq.indexed else None)
-            if self._writes.through:
-                self._writes.write_through(seq, number)
-        seq.computed_prefill = stop
-        seq.scored(stop)
-        if seq.state is not State.ENDED:
-            # rows of sealed blocks, and of hits that this step was the first to read
-            seq.take_rows(stop // size * size, size, self._spans)
-
-    def _seal_decoded(self, seq: Sequence, count: int) -> None:
-        """The last step forwarded `count` tokens of `seq`: seal the blocks that they filled."""
-        size = self.config.block_tokens
-        stop = len(seq.tokens) - 1
-        is_shared = self.index.enabled and seq.indexed
-        for number in range((stop - count) // size, stop // size):
-            key = None
-            if is_shared:
-                parent = seq.keys[number - 1] if number else seq.root
-                key = block_key(parent, seq.tokens[number * size : (number + 1) * size])
-                seq.keys.append(key)
-            self.index.seal(seq.blocks[number], key)
-            for sealed in self._sealed:
-                sealed(seq, number, key)
-            if self._writes.through:
-                self._writes.write_through(seq, number)
-            # apart by the key, so that sequences that began together do not ask in the same step
-            if (number + seq.key) % _ROW_BLOCKS == 0 and seq.state is not State.ENDED:
-                seq.take_rows((number + 1) * size, size, self._spans)
 
     # -- pauses -----------------------------------------------------------------------------------
 

@@ -6,8 +6,7 @@ in a block that is not sealed. So are all tokens of a later step that was in fli
 sequence does not have. A run is empty where the block table that the step was planned with had no room left. This
 module knows no blocks' identities and no queues.
 
-Called by `core.py` for a `StepDone` with counts. Where `one_each` holds, `core.py` handles the step as one without
-counts.
+Called by `results.py` for a `StepDone` with counts. Where `one_each` holds, the step is handled as one without counts.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from fdasync.scheduler.state.sequence import Sequence, State
 if TYPE_CHECKING:
     from fdasync.events.catalog import StepDone
     from fdasync.scheduler.state.config import SchedulerConfig
+    from fdasync.scheduler.state.step_plan import StepPlan
 
 
 class Runs(NamedTuple):
@@ -37,15 +37,10 @@ class Runs(NamedTuple):
     dropped: int
 
 
-def take_runs(
-    decodes: list[Sequence], num_samplers: int, event: StepDone, config: SchedulerConfig, full: dict[int, int]
-) -> Runs:
-    """Give each sequence its tokens. Raises InvariantBroken where the counts do not fit the step.
-
-    Args:
-        num_samplers: sequences behind the decodes whose last chunk was computed; each sampled one token.
-        full: `StepPlan.full` of the step.
-    """
+def take_runs(plan: StepPlan, num_samplers: int, event: StepDone, config: SchedulerConfig) -> Runs:
+    """Give each sequence its tokens. Raises InvariantBroken where the counts do not fit the step. `num_samplers`:
+    sequences behind the decodes whose last chunk was computed; each sampled one token."""
+    decodes, full = plan.decodes, plan.full
     tokens, counts = event.tokens, event.counts or ()
     most, size = config.max_run_tokens, config.block_tokens
     good = len(counts) == len(decodes) + num_samplers and sum(counts) == len(tokens)
@@ -88,17 +83,12 @@ def take_runs(
     return Runs(due, emitted, dropped)
 
 
-def one_each(
-    decodes: list[Sequence], num_samplers: int, event: StepDone, full: dict[int, int], *, maybe_cut: bool
-) -> bool:
+def one_each(plan: StepPlan, num_samplers: int, event: StepDone, *, maybe_cut: bool) -> bool:
     """Whether a step with counts gave one token of each sequence, all had room for it, and none was cut before: then it
-    equals a step without counts. Arguments as of `take_runs`.
-
-    Args:
-        maybe_cut: a step that was in flight when this one was planned gave runs, so some may have been cut.
-    """
-    counts = event.counts or ()
-    if full or len(counts) != len(decodes) + num_samplers or counts.count(1) != len(counts):
+    equals a step without counts. `maybe_cut`: a step that was in flight when this one was planned gave runs, so some
+    may have been cut."""
+    decodes, counts = plan.decodes, event.counts or ()
+    if plan.full or len(counts) != len(decodes) + num_samplers or counts.count(1) != len(counts):
         return False
     if len(event.tokens) != len(counts):
         return False

@@ -10,6 +10,7 @@ import pytest
 from fdasync.errors import InvariantBroken
 from fdasync.events.catalog import StepDone
 from fdasync.scheduler.runs import one_each
+from fdasync.scheduler.state.step_plan import StepPlan
 from fdasync.scheduler.step_planner import StepPlanner
 from tests.scheduler.table import Table
 
@@ -336,6 +337,7 @@ def test_a_step_is_as_one_without_counts_where_nothing_can_be_cut(counts, tokens
     plain = {"is_cut": False, "tokens": [0] * 3, "max_len": 8}
     decodes = [SimpleNamespace(**plain), SimpleNamespace(**{**plain, **change})]
     event = StepDone(step_id=0, tokens=tuple(range(tokens)), at=0.0, counts=counts)
-    assert one_each(decodes, 1, event, full, maybe_cut=True) is same
+    plan = StepPlan(0, decodes, [], frozenset(), 0.0, full)
+    assert one_each(plan, 1, event, maybe_cut=True) is same
     # where no step in flight gave runs, no sequence is looked at
-    assert one_each(decodes, 1, event, full, maybe_cut=False) is (same or bool(change))
+    assert one_each(plan, 1, event, maybe_cut=False) is (same or bool(change))
