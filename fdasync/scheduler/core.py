@@ -17,7 +17,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from fdasync.errors import InvariantBroken
-from fdasync.events.actions import Action, CopyRows, EmitTokens, FinishRequest, TellBlocks, WakeAt
+from fdasync.events.actions import Action, CopyRows, FinishRequest, TellBlocks, WakeAt
 from fdasync.events.catalog import (
     AbortRequested,
     CacheResetRequested,
@@ -37,7 +37,6 @@ from fdasync.events.catalog import (
 )
 from fdasync.scheduler.results import StepResults
 from fdasync.scheduler.state.attachment import Attachment, asked
-from fdasync.scheduler.state.pausing import PAUSED
 from fdasync.scheduler.state.policy import Candidate
 from fdasync.scheduler.state.sequence import Sequence, State
 from fdasync.scheduler.stats import Counters, check, collect_stats
@@ -96,12 +95,12 @@ class Scheduler:
         self._inflight: deque[StepPlan] = deque()
         self._deadlines: list[tuple[float, int]] = []
         self._wake_at = float("inf")
-        self._emits: list[EmitTokens] = []
         self._finishes: list[FinishRequest] = []
         self._arrivals = 0
         self.resets = 0
         self._counters = Counters()
-        self._results = StepResults(parts, self._step_planner, self._counters, self._emits, self._complete)
+        self._results = StepResults(parts, self._step_planner, self._counters, self._complete)
+        self.took = self._results.took
         self._handlers: dict[type[Event], Callable[..., None]] = {
             StepDone: self._on_step_done,
             RequestPrepared: self._on_prepared,
@@ -158,7 +157,8 @@ class Scheduler:
                     also(event)
             elif not isinstance(event, Notice):
                 raise InvariantBroken(f"the scheduler knows no event {type(event).__name__}")
-        self._expire(self.now)
+        if self._deadlines:
+            self._expire(self.now)
         if self.pausing.stage == "clearing":
             self._fall_asleep()
         for ring in self._ring:
@@ -168,9 +168,10 @@ class Scheduler:
         first: list[Action] = []
         for begin in self._begin:
             first += begin(self.now)
-        if self.pausing.stage == "winding_down":
+        running = self.pausing.stage == "running"
+        if not running:
             self.pausing.settle()
-        paused = self.pausing.stage in PAUSED
+        paused = not running and self.pausing.paused
         steps: list[Action] = []
         while len(self._inflight) < self.config.pipeline_depth and not paused:
             preemptions = self.queues.preemptions
@@ -189,7 +190,7 @@ class Scheduler:
             steps += plan(self.now)
         if self._has_tiers or self.tiers.hashes:
             steps += self.tiers.plan(paused=paused, falls_asleep=self.pausing.stage == "clearing")
-        if self.pausing.stage == "clearing":
+        if paused and self.pausing.stage == "clearing":
             # after the copies, which give up what finds no place on the host
             self._settle_sleep()
         return self._gather(first, steps)
@@ -202,13 +203,13 @@ class Scheduler:
         self._wake_at = float("inf")
 
     def _gather(self, first: Iterable[Action] = (), steps: Iterable[Action] = ()) -> list[Action]:
-        actions: list[Action] = [*first, *self._emits]
+        actions: list[Action] = [*first, *self._results.emits]
         # rows are read before anything that is planned now may write their slots again
         if self._spans:
             actions.append(CopyRows(tuple(self._spans)))
         actions += self._finishes
         actions += steps
-        self._emits.clear()
+        self._results.emits.clear()
         self._spans.clear()
         self._finishes.clear()
         kv_events = self.index.kv_events
@@ -371,12 +372,6 @@ class Scheduler:
         if plan is None or plan.step_id != event.step_id:
             raise InvariantBroken(f"step {event.step_id} is done, but {plan and plan.step_id} was in flight first")
         self._results.take(plan, event)
-
-    def took(self, seq: Sequence, token: int) -> None:
-        """See `Core`."""
-        self._results.check_stop(seq, token)
-        if len(seq.tokens) >= seq.max_len and seq.state is not State.ENDED:
-            self._complete(seq, "length")
 
     # -- pauses -----------------------------------------------------------------------------------
 

@@ -33,18 +33,13 @@ class StepResults:
 
     Args:
         planner: looks at the sequences that are due.
-        emits: the list to which tokens that are wanted as they come are appended.
         complete: called with a sequence that has all its tokens, the reason, and the token that ended it, if one did.
+
+    Attributes:
+        emits: tokens that are wanted as they come; `core.py` takes them.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        planner: StepPlanner,
-        counters: Counters,
-        emits: list[EmitTokens],
-        complete: Callable[..., None],
-    ) -> None:
+    def __init__(self, parts: Parts, planner: StepPlanner, counters: Counters, complete: Callable[..., None]) -> None:
         self._config = parts.config
         self._index = parts.index
         self._queues = parts.queues
@@ -53,7 +48,7 @@ class StepResults:
         self._spans = parts.spans
         self._planner = planner
         self._counters = counters
-        self._emits = emits
+        self.emits: list[EmitTokens] = []
         self._complete = complete
         self._step_ended_at = 0.0
         # the last step that gave runs of tokens
@@ -108,7 +103,7 @@ class StepResults:
             self._counters.dropped += seq.state is State.ENDED
         if rows:
             keys = tuple([seq.key for _, seq in rows])
-            self._emits.append(
+            self.emits.append(
                 EmitTokens(plan.step_id, keys, tuple([tokens[row] for row, _ in rows]), tuple([row for row, _ in rows]))
             )
         due, size = self._planner.due, self._config.block_tokens
@@ -116,10 +111,8 @@ class StepResults:
             length, last = len(seq.tokens), seq.tokens[-1]
             if (length - 1) % size < count:
                 self._seal_decoded(seq, count)
-            if last in seq.stop_ids:
-                self.check_stop(seq, last)
-            if length >= seq.max_len and seq.state is not State.ENDED:
-                self._complete(seq, "length")
+            if length >= seq.max_len or last in seq.stop_ids:
+                self.took(seq, last)
             if length < seq.near:
                 # it has just sealed a block, and has room for more
                 seq.due = min(seq.near, length - (length - 1) % size + size)
@@ -142,10 +135,12 @@ class StepResults:
                 self._store_planner.rates.prefilled(tokens, now - started)
         return now - started
 
-    def check_stop(self, seq: Sequence, token: int) -> None:
-        """The sequence got this token: it may be one that ends it."""
+    def took(self, seq: Sequence, token: int) -> None:
+        """The sequence got this token: it may be its last one."""
         if token in seq.stop_ids and len(seq.tokens) >= seq.min_len:
             self._complete(seq, "stop", token)
+        if len(seq.tokens) >= seq.max_len and seq.state is not State.ENDED:
+            self._complete(seq, "length")
 
     def _chunk_done(self, seq: Sequence, start: int, stop: int) -> None:
         size = self._config.block_tokens

@@ -20,4 +20,10 @@ def attached(scheduler: Scheduler, kind: type[A]) -> A:
 def held_for_others(side: PrefillSide) -> int:
     """Tokens that have a lease and are not begun, blocks in the staging ring, offers and hand-overs; 0 when no hand-off
     is under way."""
-    return side._leased_tokens + side._sender.num_exported + side._sender.num_out
+    return side._leased_tokens + side._sender._ring.total + side._sender.num_out
+
+
+def held_by_exports(scheduler: Scheduler) -> int:
+    """Blocks that exports keep in place."""
+    planner = scheduler.swap_planner
+    return planner._held + len(planner.pinned)

@@ -31,7 +31,7 @@ from fdasync.scheduler.disagg.decode import DecodeSide
 from fdasync.scheduler.disagg.prefill import PrefillSide
 from fdasync.scheduler.state.config import LeaseRules
 from tests.scheduler.table import Table
-from tests.support.attached import attached, held_for_others
+from tests.support.attached import attached, held_by_exports, held_for_others
 from tests.support.helpers import make_sampler
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ class PdTable(Table):
         stats = self.stats
         out = self.asks or self.offers or self.hands or self.receives
         scheduler = self.scheduler
-        held = scheduler.swap_planner.num_held or scheduler.index.reserved or attached(scheduler, DecodeSide).leases
+        held = held_by_exports(scheduler) or scheduler.index.reserved or attached(scheduler, DecodeSide).leases
         hand_offs = held_for_others(attached(scheduler, PrefillSide)) or stats.hand_offs
         return super().is_empty() and not (stats.leased or out or held or hand_offs)
 

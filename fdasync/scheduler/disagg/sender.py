@@ -77,11 +77,6 @@ class BlockSender:
         """Offers and hand-overs that a decode instance has not answered yet."""
         return len(self._offers) + len(self._hand_overs)
 
-    @property
-    def num_exported(self) -> int:
-        """Blocks in the staging ring, or on their way into it."""
-        return self._ring.total
-
     def drop(self, hand_off: HandOff) -> None:
         """Its lease is over: offer nothing more. Offered blocks stay until their offer has ended."""
         for _, export in hand_off.exports:

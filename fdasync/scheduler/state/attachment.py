@@ -100,8 +100,6 @@ class Attachment:
             self.awake = awake
             self.core.bind()
 
-    # -- a turn ---------------------------------------------------------------------------------------
-
     def ring(self, now: float) -> None:
         """Called first in each turn, behind its events: handle the timers that are due, end what has to end."""
 
@@ -117,8 +115,6 @@ class Attachment:
         """Engine time at which `ring` and `begin` have work without an event; inf: none."""
         return float("inf")
 
-    # -- admission ------------------------------------------------------------------------------------
-
     def prepared(self, seq: Sequence, event: RequestPrepared) -> None:
         """The sequence came to the queue; see `concerns`. Called while it rests, too."""
 
@@ -133,8 +129,6 @@ class Attachment:
     def admitted(self, seq: Sequence, hits: list[Block], known: int) -> None:
         """There is room: it gets `hits` and free blocks at once, and starts when no copy for it is on its way. `known`:
         so many leading tokens have KV here, be it of use to it or not."""
-
-    # -- a step that is being planned -----------------------------------------------------------------
 
     def cut(self, seq: Sequence, start: int, stop: int) -> int:
         """Where its next chunk, planned as [start, stop), shall stop; `start`: it waits for the next step."""
@@ -154,8 +148,6 @@ class Attachment:
     def planned(self, plan: StepPlan) -> None:
         """The step is planned: fill in what it has besides chunks and decodes. Called for every step."""
 
-    # -- a step that is done --------------------------------------------------------------------------
-
     def stepped(self, plan: StepPlan, samplers: list[Sequence], event: StepDone, seconds: float) -> None:
         """The oldest step in flight is done, `seconds` after it could begin. Its decodes have their tokens; `samplers`,
         the sequences whose last chunk it computed, do not yet."""
@@ -167,8 +159,6 @@ class Attachment:
     def answers(self, seq: Sequence) -> None:
         """The sequence has a token behind what was computed as its prompt, and goes on to decode here."""
 
-    # -- its end --------------------------------------------------------------------------------------
-
     def computed(self, seq: Sequence) -> bool:
         """The sequence has all its tokens. True: it is kept, and this attachment ends it later."""
         return False
@@ -178,8 +168,6 @@ class Attachment:
         Called once for each sequence, whatever ends it."""
         return keep
 
-    # -- pauses and weights ---------------------------------------------------------------------------
-
     def has_begun(self, seq: Sequence) -> bool:
         """Whether a sequence that was never admitted goes on during a pause that waits for requests to end."""
         return False
@@ -187,8 +175,6 @@ class Attachment:
     def start_anew(self, why: Anew) -> None:
         """The weights changed, or a sleep is about to give the device's memory up: what was computed for others, or
         comes from them, is of no use. No step is in flight. Called in every turn until the sleep is deep."""
-
-    # -- looking --------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Fields of `SchedulerStats` that are its own."""

@@ -154,11 +154,6 @@ class SwapPlanner:
             export.block.unhold("export")
             self._index.settle(export.block)
 
-    @property
-    def num_held(self) -> int:
-        """Blocks that exports keep in place."""
-        return self._held + len(self._pinned)
-
     def bring(self, blocks: list[Block]) -> list[int]:
         """Copy these from the host to the device places that they have; returns the numbers of the copies."""
         return [

@@ -34,7 +34,7 @@ from fdasync.scheduler.disagg.decode import DecodeSide
 from fdasync.scheduler.disagg.prefill import PrefillSide
 from fdasync.scheduler.state.config import LeaseRules
 from tests.scheduler.disagg.pd_world import World
-from tests.support.attached import attached, held_for_others
+from tests.support.attached import attached, held_by_exports, held_for_others
 from tests.support.helpers import POLICIES, machine_settings, make_request, make_sampler
 from tests.support.paged_runner import VOCAB, namespace_of_version
 
@@ -386,7 +386,7 @@ class PdMachine(RuleBasedStateMachine):
         stats, scheduler = side.scheduler.stats(), side.scheduler
         assert (stats.running, stats.waiting, stats.leased, stats.hand_offs) == (0, 0, 0, 0)
         assert stats.free_blocks + stats.idle_blocks == side.config.num_blocks
-        assert (stats.moving, stats.writing, scheduler.swap_planner.num_held, scheduler.index.reserved) == (0, 0, 0, 0)
+        assert (stats.moving, stats.writing, held_by_exports(scheduler), scheduler.index.reserved) == (0, 0, 0, 0)
         assert held_for_others(attached(scheduler, PrefillSide)) == scheduler.index.lent == 0
         assert not attached(scheduler, PrefillSide)._asks
         assert not attached(scheduler, DecodeSide).leases

@@ -28,7 +28,7 @@ from fdasync.testing.harness.leaks import check_idle
 from fdasync.testing.harness.pass_model import PassModel
 from fdasync.testing.harness.recording_store import RecordingStore
 from fdasync.testing.sim.process import SimProcess
-from tests.support.attached import attached, held_for_others
+from tests.support.attached import attached, held_by_exports, held_for_others
 from tests.support.sim_fleet.workload import STAMPS
 
 if TYPE_CHECKING:
@@ -285,7 +285,7 @@ class Machine:
             "leased tokens, blocks in the ring, offers and hand-overs": held_for_others(prefill_side),
             "blocks on their way here": decode_side._receiver.num_receiving,
             "device blocks that others read, or fill": scheduler.index.lent,
-            "blocks that exports hold": scheduler.swap_planner.num_held + len(scheduler.swap_planner._exports),
+            "blocks that exports hold": held_by_exports(scheduler) + len(scheduler.swap_planner._exports),
             "uses of states": sum(one.holds + one.pins for one in states.live()) if states else 0,
             "holds of host blocks": sum(len(block.host_holds) for block in scheduler.index.pool.live()),
             "blocks on their way to the store": int(scheduler.tiers.is_writing),
