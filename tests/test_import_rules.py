@@ -477,7 +477,7 @@ _FEATURES = (
     "fdasync.scheduler.disagg", "fdasync.scheduler.drafts", "fdasync.scheduler.make",
     "fdasync.scheduler.tiers.snapshot_planner", "fdasync.cache.snapshots", "fdasync.drafting",
 )  # fmt: skip
-_CORE = tuple([f"fdasync.scheduler.{name}" for name in ("core", "step_planner", "runs", "stats")])
+_CORE = tuple([f"fdasync.scheduler.{name}" for name in ("core", "step_planner", "results", "stats")])
 
 
 def features_of(module: str, source: str) -> list[str]:

@@ -59,7 +59,7 @@ class Scheduler:
     """See the module. Not thread-safe, not re-entrant.
 
     Args:
-        parts: what it stands on; nothing else uses them.
+        parts: what it stands on, and its attachments; no other scheduler does.
         policy: the policy that the configuration names.
         attachments: who else has a say, in the order in which they are asked.
 
@@ -87,7 +87,6 @@ class Scheduler:
         self.store_planner = parts.store_planner
         self.tiers = Tiers(parts)
         self._spans = parts.spans
-        self._writes = parts.writes
         self._step_planner = StepPlanner(parts)
         # an engine of the device alone enters nothing of `tiers/` in a turn
         self._has_tiers = config.num_host_blocks > 0 or config.store

@@ -40,8 +40,8 @@ def make_scheduler(
 
 
 def own_attachments(parts: Parts, drafter: Drafter | None) -> tuple[Attachment, ...]:
-    """The attachments that the configuration asks for, in their order. The prefill side is told of an end before the
-    decode side: on an instance that is both, blocks go back in the order of the way through it."""
+    """The attachments that the configuration asks for. Their order is part of every trace: in it blocks go back, and
+    actions come."""
     config, snapshots = parts.config, parts.index.pool.snapshots
     found: list[Attachment] = [] if snapshots is None else [SnapshotPlanner(parts, snapshots)]
     if config.drafter or config.own_drafter:

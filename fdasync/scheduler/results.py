@@ -1,5 +1,11 @@
 """Takes what a step gave: tokens for their sequences, blocks that are complete, rows that can be copied. Pure.
 
+A step may yield several tokens of one sequence, its run (docs/design.md, rule 40). A run is cut behind the token that
+ends its sequence: the stop id, or the last token of its length limit. Tokens behind the cut are overrun and only
+counted; their KV stays in a block that is not sealed. So are all tokens of a later step that was in flight: they follow
+on tokens that the sequence does not have. A run is empty where the block table that the step was planned with had no
+room left.
+
 This module knows no events but `StepDone`, and ends no sequence: `core.py`, which calls it, does.
 """
 
@@ -10,7 +16,6 @@ from typing import TYPE_CHECKING
 from fdasync.cache.identity import block_key
 from fdasync.errors import InvariantBroken
 from fdasync.events.actions import EmitTokens
-from fdasync.scheduler.runs import one_each, take_runs
 from fdasync.scheduler.state.attachment import Attachment, asked
 from fdasync.scheduler.state.sequence import Sequence, State
 
@@ -69,10 +74,7 @@ class StepResults:
         maybe_cut = plan.step_id - self._runs_step < self._config.pipeline_depth
         if event.counts is not None and not one_each(plan, len(samplers), event, maybe_cut=maybe_cut):
             self._runs_step = plan.step_id
-            runs = take_runs(plan, len(samplers), event, self._config)
-            attention += runs.due
-            rows = runs.emitted
-            self._counters.dropped += runs.dropped
+            rows = self._take_runs(plan, len(samplers), event, attention)
         elif len(tokens) != len(plan.decodes) + len(samplers):
             raise InvariantBroken(
                 f"step {event.step_id} returned {len(tokens)} tokens for {len(plan.decodes) + len(samplers)} sequences"
@@ -125,6 +127,51 @@ class StepResults:
                     answers(seq)
         self._queues.step_done(plan.step_id)
 
+    def _take_runs(
+        self, plan: StepPlan, num_samplers: int, event: StepDone, attention: list[tuple[Sequence, int]]
+    ) -> list[tuple[int, Sequence]]:
+        """Give the decodes their runs, and extend `attention`; returns the place of each token that is wanted as it
+        comes, and its sequence. `num_samplers` sequences behind the decodes sampled one token each."""
+        decodes, full = plan.decodes, plan.full
+        tokens, counts = event.tokens, event.counts or ()
+        most, size = self._config.max_run_tokens, self._config.block_tokens
+        good = len(counts) == len(decodes) + num_samplers and sum(counts) == len(tokens)
+        if not good or any(count != 1 for count in counts[len(decodes) :]):
+            raise InvariantBroken(
+                f"step {event.step_id} returned {len(tokens)} tokens in runs of {counts} for {len(decodes)} sequences "
+                f"that decode and {num_samplers} that begin to"
+            )
+        emitted: list[tuple[int, Sequence]] = []
+        row = 0
+        for seq, count in zip(decodes, counts, strict=False):
+            known = seq.tokens
+            length = len(known)
+            kept = 0
+            if not seq.is_cut:
+                room = full.get(seq.key, len(seq.blocks) * size) - length + 1
+                # behind its length limit there may be no room to go on, and no token is missed
+                least = room > 0 and length < seq.max_len
+                if not least <= count <= most or count > room:
+                    raise InvariantBroken(
+                        f"step {event.step_id} returned {count} tokens of sequence {seq.key}: the most are {most}, and "
+                        f"its blocks have room for {room}"
+                    )
+                # at its length limit it may await a stop answer, while a step in flight went on behind its last token
+                if length < seq.max_len:
+                    if count == 1:
+                        known.append(tokens[row])
+                        kept = 1
+                    else:
+                        kept = _take(seq, tokens[row : row + count])
+            if kept and (length + kept >= seq.due or known[-1] in seq.stop_ids):
+                attention.append((seq, kept))
+            if seq.emits:
+                emitted += [(place, seq) for place in range(row, row + kept)]
+            if kept < count or seq.state is State.ENDED:
+                self._counters.dropped += count if seq.state is State.ENDED else count - kept
+            row += count
+        return emitted
+
     def _measure(self, plan: StepPlan, now: float) -> float:
         """Returns the seconds that the step took. Measures how fast prefill is, for the store's cost model, from steps
         that are mostly prefill."""
@@ -175,3 +222,26 @@ class StepResults:
             # apart by the key, so that sequences that began together do not ask in the same step
             if (number + seq.key) % _ROW_BLOCKS == 0 and seq.state is not State.ENDED:
                 seq.take_rows((number + 1) * size, size, self._spans)
+
+
+def one_each(plan: StepPlan, num_samplers: int, event: StepDone, *, maybe_cut: bool) -> bool:
+    """Whether a step with counts gave one token of each sequence, all had room for it, and none was cut before: then it
+    equals a step without counts. `maybe_cut`: a step that was in flight when this one was planned gave runs, so some
+    may have been cut."""
+    decodes, counts = plan.decodes, event.counts or ()
+    if plan.full or len(counts) != len(decodes) + num_samplers or counts.count(1) != len(counts):
+        return False
+    if len(event.tokens) != len(counts):
+        return False
+    return not maybe_cut or not any(s.is_cut or len(s.tokens) >= s.max_len for s in decodes)
+
+
+def _take(seq: Sequence, run: tuple[int, ...]) -> int:
+    """Append the tokens up to the one that ends the sequence; returns how many. The sequence has not ended before."""
+    known, stop_ids, max_len, min_len = seq.tokens, seq.stop_ids, seq.max_len, seq.min_len
+    for number, token in enumerate(run, 1):
+        known.append(token)
+        if len(known) >= max_len or (token in stop_ids and len(known) >= min_len):
+            seq.is_cut = number < len(run)
+            return number
+    return len(run)

@@ -9,7 +9,7 @@ import pytest
 
 from fdasync.errors import InvariantBroken
 from fdasync.events.catalog import StepDone
-from fdasync.scheduler.runs import one_each
+from fdasync.scheduler.results import one_each
 from fdasync.scheduler.state.step_plan import StepPlan
 from fdasync.scheduler.step_planner import StepPlanner
 from tests.scheduler.table import Table

@@ -3,17 +3,19 @@
 Snapshots of recurrent state, drafts and both sides of a hand-off are attachments. The core does not know what they are
 for: it tells each of them what happens to a sequence, and asks the questions below where it decides. An attachment
 answers the questions that concern it and leaves the others as they are here, where every answer is "as you like". The
-core binds the answers once, so a question that nobody answers costs nothing.
-
-A minimal one, which lets no request start from cached blocks:
+core binds the answers once, so a question that nobody answers costs nothing. This one lets no request start from blocks
+that are cached:
 
     class NoHits(Attachment):
         def usable(self, seq, hits, step_id):
             return []
 
-`make.py` says which attachments a scheduler has, and in which order they are asked. Like all of the scheduler an
-attachment is pure: it has no clock but `core.now`, awaits nothing, and iterates over no set, so that a trace replays.
-It changes a sequence only by the methods of `Core` and by the parts (the index, the queues) that it was made with.
+    scheduler = make_scheduler(config, more=(NoHits(),))
+
+`make.py` says which attachments a scheduler has of its own, and in which order they are asked: `usable`, `cut` and
+`ended` get what the one before them said. Like all of the scheduler an attachment is pure: it has no clock but
+`core.now`, awaits nothing, and iterates over no set, so that a trace replays. It moves and ends sequences by `Core`,
+the queues and the index, and keeps what it knows of one by its key, or in fields of `Sequence` that are its own.
 """
 
 from __future__ import annotations

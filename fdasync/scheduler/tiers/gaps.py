@@ -11,6 +11,7 @@ This module asks no store and plans no fetch: `store_planner.py` does, and `chai
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 MAX_LOOKUP_KEYS = 4096
 
 
+@dataclass(slots=True, eq=False)
 class Gap:
     """Blocks that a sequence lacks.
 
@@ -32,12 +34,9 @@ class Gap:
         keys: their identities.
     """
 
-    __slots__ = ("keys", "numbers", "start")
-
-    def __init__(self, start: int, numbers: list[int], keys: list[bytes]) -> None:
-        self.start = start
-        self.numbers = numbers
-        self.keys = keys
+    start: int
+    numbers: list[int]
+    keys: list[bytes]
 
     @property
     def num_saved(self) -> int:
