@@ -10,7 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from tests.support.imports import ALL_MODULES, imports_of, within
+from tests.support.imports import ALL_MODULES, imports_of
 
 _PURE_CACHE = (
     "fdasync.cache.aux", "fdasync.cache.blocks", "fdasync.cache.identity", "fdasync.cache.prefix",
@@ -470,29 +470,6 @@ def test_floors_forbid(module, line):
 )
 def test_floors_allow(module, line):
     assert broken_rules(module, line) == []
-
-
-# rooms and modules of those who have a say about a sequence besides the scheduler's core (state/attachment.py)
-_FEATURES = (
-    "fdasync.scheduler.disagg", "fdasync.scheduler.drafts", "fdasync.scheduler.make",
-    "fdasync.scheduler.tiers.snapshot_planner", "fdasync.cache.snapshots", "fdasync.drafting",
-)  # fmt: skip
-_CORE = tuple([f"fdasync.scheduler.{name}" for name in ("core", "step_planner", "results", "stats")])
-
-
-def features_of(module: str, source: str) -> list[str]:
-    """What the scheduler's core imports of features."""
-    return [f"{module} imports {name}" for name in imports_of(source, types=True) if within(name, _FEATURES)]
-
-
-def test_the_core_of_the_scheduler_knows_no_feature():
-    found = [line for module in _CORE for line in features_of(module, ALL_MODULES[module].read_text())]
-    assert found == [], "a feature that has a say about a sequence is an attachment, and needs no line there"
-
-
-@pytest.mark.parametrize("line", [f"from {feature} import anything" for feature in _FEATURES])
-def test_a_feature_in_the_core_is_found(line):
-    assert len(features_of("fdasync.scheduler.core", f"if TYPE_CHECKING:\n    {line}\n")) == 1
 
 
 @pytest.mark.heavy("reads every module")

@@ -11,9 +11,16 @@ from fdasync.errors import InvariantBroken
 from fdasync.events.catalog import Event, StepDone, SwapDone, TimerFired
 from fdasync.scheduler.state.attachment import Attachment
 from tests.scheduler.table import Table
+from tests.support.imports import ALL_MODULES, imports_of, within
 
 A = range(14)
 QUESTIONS = [name for name, _ in inspect.getmembers(Attachment, inspect.isfunction) if name != "wake"]
+# rooms and modules of those who have a say about a sequence besides the scheduler's core (state/attachment.py)
+_FEATURES = (
+    "fdasync.scheduler.disagg", "fdasync.scheduler.drafts", "fdasync.scheduler.make",
+    "fdasync.scheduler.tiers.snapshot_planner", "fdasync.cache.snapshots", "fdasync.drafting",
+)  # fmt: skip
+_CORE = tuple([f"fdasync.scheduler.{name}" for name in ("core", "step_planner", "results", "stats")])
 
 
 class NoHits(Attachment):
@@ -207,3 +214,18 @@ def test_one_that_answers_as_you_like_changes_nothing(depth):
     assert preemptions
     # weights and sleeps alone start anew
     assert asked == {*QUESTIONS} - {"start_anew"}
+
+
+def features_of(module: str, source: str) -> list[str]:
+    """What the scheduler's core imports of features."""
+    return [f"{module} imports {name}" for name in imports_of(source, types=True) if within(name, _FEATURES)]
+
+
+def test_the_core_of_the_scheduler_knows_no_feature():
+    found = [line for module in _CORE for line in features_of(module, ALL_MODULES[module].read_text())]
+    assert found == [], "a feature that has a say about a sequence is an attachment, and needs no line there"
+
+
+@pytest.mark.parametrize("line", [f"from {feature} import anything" for feature in _FEATURES])
+def test_a_feature_in_the_core_is_found(line):
+    assert len(features_of("fdasync.scheduler.core", f"if TYPE_CHECKING:\n    {line}\n")) == 1
