@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Counters:
-    """Counts that `core.py` keeps; see `SchedulerStats`.
+    """Counts that `core.py` and `results.py` keep; see `SchedulerStats`.
 
     Attributes:
         finished: sequences that ended.

@@ -16,7 +16,7 @@ its end: the identities that running sequences will still compute are pending, i
 makes the leader rule a look at pending blocks (docs/design.md, rules 4 and 29).
 
 This module decides matching, pinning, chunking and preemption; attachments (`state/attachment.py`) have a say. It knows
-no events. Called by `core.py`.
+no events. Called by `core.py`; `results.py` tells it who is due.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 A sequence that leaves the runner keeps its blocks until the last step that names them completed. This module decides
 which sequence is preempted and nothing else; it knows no events and no actions but `RowSpan`. Called by `core.py`,
-`step_planner.py`, `tiers/` and `disagg/decode.py`.
+`step_planner.py`, `results.py`, `tiers/` and `disagg/`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The scheduler's state of one sample of one request: tokens, blocks, and how far it got. Pure.
 
 Knows no queue, and of other sequences the first sample of its request alone. Changed by `core.py`, `step_planner.py`,
-`queues.py`, `tiers/` and `disagg/`.
+`results.py`, `queues.py`, `tiers/` and attachments.
 """
 
 from __future__ import annotations

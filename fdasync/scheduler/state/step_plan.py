@@ -1,6 +1,6 @@
 """A step from its plan to its completion, as the scheduler knows it. Pure data.
 
-`step_planner.py` makes it, and attachments add to it; `core.py` takes its results.
+`step_planner.py` makes it, and attachments add to it; `results.py` takes what it gave.
 """
 
 from __future__ import annotations

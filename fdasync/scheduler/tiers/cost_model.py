@@ -3,7 +3,7 @@
 Fetching has bounded regret (docs/design.md, section 7): it is tried only where it should be faster than computing, and
 waited for no longer than its own estimate plus a tenth of the estimated time of computing. The estimates are running
 means that forget, so a store that became slow is soon known to be slow. This module knows no requests and no blocks.
-`store_planner.py` asks it, and `core.py` gives it the speed of prefill.
+`store_planner.py` asks it, and `results.py` gives it the speed of prefill.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Blocks that shall be kept are written from the host in the background. No reques
 which writes still make sense, and which blocks have to be written again. A transfer whose wait ended before its work
 keeps its blocks until `LateTransferEnded` (docs/design.md, rule 5).
 
-This module knows identities and blocks, no bytes and no clock but the time of events. Called by `core.py`,
+This module knows identities and blocks, no bytes and no clock but the time of events. Called by `results.py`,
 `step_planner.py` and `tiers.py`.
 """
 

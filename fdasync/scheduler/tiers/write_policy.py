@@ -2,7 +2,7 @@
 
 Sealed blocks are written to the store as they seal (write-through). Blocks of preempted sequences go to the host at
 once (write-back). This module plans no copy and no write: `swap_planner.py` and `store_planner.py` do. Called by
-`core.py` and `queues.py`.
+`results.py` and `queues.py`.
 """
 
 from __future__ import annotations
