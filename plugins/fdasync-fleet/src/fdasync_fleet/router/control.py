@@ -5,8 +5,9 @@ requests, lets hand-offs finish (before an update), updates all instances under 
 instances that fail, and goes on. It is a task of the router: if its caller is cancelled, it still runs to its end. Then
 each instance has the new weights, is being brought to them or sleeps (`router/weights/agreement.py`), or is dropped.
 
-One change of all instances is under way at a time: an update, a join or leave of a trainer's group, a sleep. Otherwise
-one instance would take two of them in one order, and the next instance in the other.
+One change of all instances is under way at a time: an update, a join or leave of a trainer's group, a sleep, a wake.
+Otherwise one instance would take two of them in one order, and the next instance in the other. Claims on the instances
+see to it where another router makes the other change.
 
 Knows nothing of requests but which are being handed over. Called by `router/router.py`.
 """
@@ -54,7 +55,7 @@ from fdasync_fleet.verbs import Verbs, error_of, folder_of, name_of, verb
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
 
-    from fdasync.request import GroupTensors, PauseMode
+    from fdasync.request import Doing, GroupTensors, PauseMode, WakeTag
     from fdasync_fleet.link.links import Links
     from fdasync_fleet.router.config import RouterConfig
     from fdasync_fleet.router.dispatch import Dispatch
@@ -71,6 +72,7 @@ _CHANGES = {
     "join_group": "a join of a trainer's group",
     "leave_group": "a leave of a trainer's group",
     "sleep": "a sleep",
+    "wake": "a wake",
 }
 
 
@@ -86,7 +88,7 @@ class Change(msgspec.Struct, frozen=True):
     """
 
     command: Any
-    task: asyncio.Task[None]
+    task: asyncio.Task[Any]
     holds: bool
     parts: PartUpdate | None = None
     until: float = 0.0
@@ -220,9 +222,7 @@ class ControlPlane:
             self._held = self._held or pauser in self._pausers
         except asyncio.CancelledError:
             if self._pausers == {pauser} and not self._held:
-                for instance in self._table.up():
-                    with contextlib.suppress(FdasyncError):
-                        instance.peer.send(Call(self._number(), verb(Verbs.resume)))
+                self._say_to(self._table.up(), verb(Verbs.resume))
             raise
         finally:
             self._pausers.discard(pauser)
@@ -244,15 +244,31 @@ class ControlPlane:
             # requests end by their own deadlines
             limit_s += self._config.request_deadline_s
         command = verb(Verbs.sleep, level, mode, named)
-        await self._settle()
-        while self._change is not None and name_of(self._change.command) == "sleep":
-            # as instances do it, also for an equal one: a wake may have come between them. Bounded by its `limit_s`
-            await asyncio.wait([self._change.task])
-        await self._end_of(self._begin(command, self._fall_asleep(command, limit_s)))
+        await self._behind_sleeps(command, lambda: self._fall_asleep(command, limit_s))
 
     async def _fall_asleep(self, command: Any, limit_s: float) -> None:
+        await self._claim_all(limit_s)
         with self.wakes.falling_asleep(command.level, command.tags):
             await self.all(command, limit_s)
+
+    async def wake(self, tags: Any) -> Doing:
+        """Wake all instances, or parts of their memory; returns what the instance farthest from running does then.
+        Raises the first error, after all have replied. A cancelled wake goes on."""
+        named: tuple[WakeTag, ...] = () if tags is None else checked_tags(tags)
+        return await self._behind_sleeps(verb(Verbs.wake, named), lambda: self._wake(named))
+
+    async def _wake(self, tags: tuple[WakeTag, ...]) -> Doing:
+        await self._claim_all()
+        return await self.wakes.wake(tags)
+
+    async def _behind_sleeps(self, command: Any, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Make a sleep or a wake behind those that are under way, as instances do it, also behind an equal one: the
+        other of the two may have come between them."""
+        await self._settle()
+        while self._change is not None and name_of(self._change.command) in ("sleep", "wake"):
+            # bounded by its own limits
+            await asyncio.wait([self._change.task])
+        return await self._end_of(self._begin(command, work()))
 
     async def _ask_all(
         self, command: Any, limit_s: float, instances: Sequence[InstanceHandle] | None = None
@@ -537,7 +553,7 @@ class ControlPlane:
             # bounded by `command_s`: the instances leave
             await asyncio.wait([self._change.task])
 
-    async def _make(self, command: Any, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _make(self, command: Any, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         """Make a change, or wait for the same one."""
         await self._settle()
         change = self._change
@@ -546,17 +562,17 @@ class ControlPlane:
         await self._end_of(change)
 
     @staticmethod
-    async def _end_of(change: Change) -> None:
+    async def _end_of(change: Change) -> Any:
         # bounded by the limits of what it waits for
         await asyncio.wait([change.task])
         if change.task.cancelled():
             raise EngineClosed("closed")
-        change.task.result()  # of a task that is done
+        return change.task.result()  # of a task that is done
 
     def _begin(
         self,
         command: Any,
-        work: Coroutine[Any, Any, None],
+        work: Coroutine[Any, Any, Any],
         *,
         holds: bool = False,
         parts: PartUpdate | None = None,
@@ -577,9 +593,10 @@ class ControlPlane:
         task.add_done_callback(self._ended)
         return change
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        # the error is for the caller; a cancelled caller may never read it, so mark it as read
-        _ = task.cancelled() or task.exception()
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        # the error is for the caller; a cancelled caller may never read it: this marks it as read
+        if not task.cancelled() and task.exception() is not None:
+            self._say_to(self._table.up(), verb(Verbs.release))
         if self._parts is not None:
             # cancelled before its first step
             self._parts.end(EngineClosed("closed"))
@@ -608,28 +625,27 @@ class ControlPlane:
             await self._let_hand_overs_finish()
         return latest
 
-    async def _claim_all(self) -> int:
-        """Claim all instances, so that no other router updates any of them. All routers claim in the same order, so
-        that one of two routers gets all instances. Raises UpdateUnderWay, and then has claimed none.
+    async def _claim_all(self, limit_s: float = 0.0) -> int:
+        """Claim all instances, so that no other router changes any of them. All routers claim in the same order, so
+        that one of two routers gets all instances. Raises UpdateUnderWay. A change that fails gives its claims back
+        (`_ended`); at an instance that does as it is told they end with that.
+
+        Args:
+            limit_s: of the change, where it is not `command_s` behind the end of hand-offs.
 
         Returns the order of the latest weights or label: this router may not have heard yet what another router brought
         a moment ago."""
         config = self._config
-        command = verb(Verbs.claim, config.handoff_s + 2 * config.command_s)
-        claimed: list[InstanceHandle] = []
+        command = verb(Verbs.claim, config.command_s + max(config.handoff_s + config.command_s, limit_s))
         latest = self._table.weight_order
         for instance in sorted(self._table.up(), key=lambda instance: instance.address):
             try:
                 reply = await self.one(instance, command, config.command_s)
             except UpdateUnderWay:
-                for other in claimed:
-                    with contextlib.suppress(FdasyncError):
-                        other.peer.send(Call(self._number(), verb(Verbs.release)))
                 raise
             except FdasyncError:
-                # the instance is gone, or will not take the update either
+                # the instance is gone, or will not take the change either
                 continue
-            claimed.append(instance)
             latest = max(latest, reply.standing.weight_order)
         return latest
 

@@ -566,8 +566,8 @@ class Router(Generator):
         hand-offs are ended, and their requests start again.
 
         Each instance has `command_s` for it, and in mode "wait" `request_deadline_s` more. If the caller is cancelled,
-        instances that were told fall asleep all the same. Raises the first error of an instance, after all have
-        answered; some sleep then, and `wake` undoes that.
+        instances that were told fall asleep all the same. Raises UpdateUnderWay where this or another router makes a
+        change; the first error of an instance, after all have answered: some sleep then, and `wake` undoes that.
         """
         self._check_open()
         await self.commands.sleep(level, mode, tags)
@@ -576,15 +576,16 @@ class Router(Generator):
             self.abort_all()
 
     async def wake(self, tags: Sequence[WakeTag] | None = None) -> Doing:
-        """See `Generator.wake`: of every instance that is up, and of the others once they are. Raises the first error
-        of an instance, after all have answered: WakeFailed with its name, while the others are awake.
+        """See `Generator.wake`: of every instance that is up, and of the others once they are. Raises UpdateUnderWay as
+        `sleep` does; the first error of an instance, after all have answered: WakeFailed with its name, while the
+        others are awake.
 
         An instance that missed weights while it slept has them when this returns, or "waits_for_weights" is returned,
         and `stats()` says why. If the caller is cancelled, instances wake all the same. An instance that has not woken
         gets no requests: if it did not answer the router wakes it again, if it failed the next call does.
         """
         self._check_open()
-        return await self.commands.wakes.wake(tags)
+        return await self.commands.wake(tags)
 
     async def reset_cache(self) -> None:
         """See `Generator.reset_cache`: of every instance that is up. Raises the first error of an instance, after all

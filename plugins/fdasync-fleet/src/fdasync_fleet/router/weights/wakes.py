@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from fdasync.errors import FdasyncError, WeightsBroken, WeightsRejected
 from fdasync.ipc.deadlines import wait_within
-from fdasync.request import MemoryPart, WakeTag, checked_tags
+from fdasync.request import MemoryPart, WakeTag
 from fdasync_fleet.messages import Reply
 from fdasync_fleet.router.instances import farthest
 from fdasync_fleet.verbs import Verbs, error_of, verb
@@ -81,15 +81,13 @@ class Wakes:
                 self._woken = before
             raise
 
-    async def wake(self, tags: Any) -> Doing:
-        """Wake all instances, or parts of their memory; returns what the instance farthest from running does then.
-        Raises the first error, after all have replied. Cancelling stops the waiting."""
-        named: tuple[WakeTag, ...] = () if tags is None else checked_tags(tags)
-        self._woken |= frozenset(named) or _ALL
+    async def wake(self, tags: tuple[WakeTag, ...]) -> Doing:
+        """See `ControlPlane.wake`. `tags`: (): all."""
+        self._woken |= frozenset(tags) or _ALL
         for instance in self._table.instances.values():
             instance.owes_wake = instance.owes_wake or not instance.peer.is_up
         asked = self._table.up()
-        verbs = [self._missed() if one.owes_wake else verb(Verbs.wake, named) for one in asked]
+        verbs = [self._missed() if one.owes_wake else verb(Verbs.wake, tags) for one in asked]
         # take each reply at once: taken later, it would tell of a time before the instance was brought its weights
         results = await asyncio.gather(
             *[self._wake_one(one, wake) for one, wake in zip(asked, verbs, strict=True)],
