@@ -210,8 +210,7 @@ class Router(Generator):
         await self._ready(instance)
         await self.dispatch.wait_open(self.config.command_s)
         await self.commands.agreement.quiet(self.config.command_s, instance)
-        refused = instance.standing == "waits" and not instance.kept
-        if refused and self.commands.agreement.lacking(instance.namespace) is not None:
+        if instance.standing == "waits" and self.commands.agreement.lacking(instance.namespace) is not None:
             # it refused this router's update
             self.commands.agreement.drop(instance, instance.why)
         if instance.standing == "dropped":
@@ -484,10 +483,8 @@ class Router(Generator):
         changes nothing, if this or another router is updating them; the first error if no instance took the weights.
         """
         self._check_open()
-        if isinstance(source, GroupTensors):
-            await self.commands.update_by_group(version, source, mode, expected)
-            return
-        await self.commands.update_weights(version, folder_of(source), mode, expected)
+        brought = source if isinstance(source, GroupTensors) else folder_of(source)
+        await self.commands.update_weights(version, brought, mode, expected)
 
     async def join_weights_group(self, group: WeightsGroup) -> None:
         """See `Generator.join_weights_group`: the instances that are up join, in the order of their addresses, each
