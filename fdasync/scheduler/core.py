@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from fdasync.stats import SchedulerStats
 
 _NEVER = float("inf")
+# events that no plan depends on: a turn of them alone changes none
+_UNPLANNED = (Notice, WeightsRelabelled)
 
 # A decoding sequence asks for its rows once in so many blocks: asking costs more than copying a block's rows. What is
 # left is asked for when the sequence ends or gives up its blocks, so this bounds the rows that are copied at once.
@@ -192,6 +194,8 @@ class Scheduler:
                 handler(event)
             elif not isinstance(event, Notice):
                 raise InvariantBroken(f"the scheduler knows no event {type(event).__name__}")
+        if events and all(isinstance(event, _UNPLANNED) for event in events):
+            return []
         self._expire(self._now)
         if self.pausing.stage == "clearing":
             # before both sides' ends and answers are taken

@@ -142,8 +142,10 @@ class InstanceHandle:
 
     def stands(self, standing: WeightsStanding, why: str = "") -> None:
         """One that was dropped stays so."""
-        if self.standing != "dropped":
-            self.standing, self.why = standing, why
+        if self.standing == "dropped":
+            return
+        before, self.standing, self.why = self.standing, standing, why
+        if standing != before:
             self.refresh()
 
     def wakes(self, memory: MemoryStanding) -> None:
@@ -229,11 +231,12 @@ class InstanceHandle:
 
     def was_told(self, state: Doing) -> None:
         """It has paused, resumed, fallen asleep, woken or been updated: its latest status is of before."""
-        self._told = state
+        before, self._told = self.said, state
         if self._status is not None and self._status.stats.state in _DOING:
             stats = msgspec.structs.replace(self._status.stats, state=state)
             self._status = msgspec.structs.replace(self._status, stats=stats)
-        self.refresh()
+        if self.said != before:
+            self.refresh()
 
     @property
     def said(self) -> Doing:
