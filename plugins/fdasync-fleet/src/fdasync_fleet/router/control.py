@@ -277,7 +277,8 @@ class ControlPlane:
         """Wake all instances, or parts of their memory; returns what the instance farthest from running does then.
         Raises the first error, after all have replied. A cancelled wake goes on."""
         named: tuple[WakeTag, ...] = () if tags is None else checked_tags(tags)
-        return await self._behind_sleeps(verb(Verbs.wake, named), lambda: self._wake(named))
+        doing: Doing = await self._behind_sleeps(verb(Verbs.wake, named), lambda: self._wake(named))
+        return doing
 
     async def _wake(self, tags: tuple[WakeTag, ...]) -> Doing:
         await self._claim_all()
