@@ -141,7 +141,8 @@ class WeightAgreement:
             instance.stands("alike")
             self._compare_labels(instance)
             return
-        if instance.standing != "moved" and instance.standing not in MISSED:
+        # what somebody else brings is followed to later weights only
+        if instance.standing not in MISSED and (instance.standing != "moved" or self._is_earlier(instance)):
             instance.stands("behind")
         if self.held:
             return
@@ -264,9 +265,6 @@ class WeightAgreement:
 
     def _follow(self, instance: InstanceHandle) -> None:
         """Another router updates the instances one after the other: adopt its weights once most have them."""
-        if self._is_earlier(instance):
-            self._let_wait(instance)
-            return
         up = self._table.up()
         have = [other.namespace for other in up]
         if self._table.namespace in have and 2 * have.count(instance.namespace) <= len(have):
