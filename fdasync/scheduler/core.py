@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from fdasync.stats import SchedulerStats
 
 _NEVER = float("inf")
+# events that no plan depends on, unless an attachment hears of them: a turn of them alone changes none
+_UNPLANNED = (Notice, WeightsRelabelled)
 
 
 class Scheduler:
@@ -121,6 +123,7 @@ class Scheduler:
             for kind, handler in one.handlers.items():
                 if self._handlers.setdefault(kind, handler) is not handler:
                     raise InvariantBroken(f"two handle {kind.__name__}")
+        self._heard = {kind for one in attachments for kind in (*one.handlers, *one.also)}
         self._prepared = [(one.concerns, told) for one in attachments for told in asked(Attachment.prepared, [one])]
         self.bind()
 
@@ -156,6 +159,8 @@ class Scheduler:
                     also(event)
             elif not isinstance(event, Notice):
                 raise InvariantBroken(f"the scheduler knows no event {type(event).__name__}")
+        if events and all(isinstance(event, _UNPLANNED) and type(event) not in self._heard for event in events):
+            return []
         if self._deadlines:
             self._expire(self.now)
         if self.pausing.stage == "clearing":

@@ -33,9 +33,10 @@ class Verbs(ABC):
     @abstractmethod
     @remote()
     async def claim(self, limit_s: Seconds) -> None:
-        """No other router may update the weights for so long, or until this router's update or its link ends.
+        """No other router may make a change for so long, or until this router's change or its link ends.
 
-        Raises UpdateUnderWay while another router has claimed the instance, as all verbs of weights do.
+        Raises UpdateUnderWay while another router has claimed the instance, as all changes do (`CHANGES` in
+        `instance/peer_verbs.py`).
         """
 
     @abstractmethod

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from pathlib import Path
+from typing import get_args
+
 import msgspec
 import pytest
+from fdasync_fleet.router.instances import MISSED, OUT, MemoryStanding, WeightsStanding
 from fdasync_fleet.router.limits import Need, need_of
 from instance_stage import KEYS, Stage, with_limits
 
@@ -36,6 +42,26 @@ def test_an_instance_that_is_away_drains_or_leaves_gets_nothing():
     # a paused one will go on
     stage.status("m2", "paused")
     assert stage.choose() == ("m2", [])
+
+
+def test_of_all_that_weights_and_memory_may_be_one_pair_gets_requests():
+    for standing, memory in itertools.product(get_args(WeightsStanding), get_args(MemoryStanding)):
+        stage = Stage("m0")
+        stage["m0"].stands(standing)
+        stage["m0"].wakes(memory)
+        assert (stage.choose() is not None) == ((standing, memory) == ("alike", "as_told"))
+        assert stage["m0"].is_out == (standing in OUT)
+        assert stage["m0"].lacks_weights or standing not in MISSED
+        # nothing comes behind the last word
+        stage["m0"].stands("alike")
+        assert (stage["m0"].standing == "dropped") == (standing == "dropped")
+
+
+def test_the_page_has_every_word():
+    page = (Path(__file__).parents[4] / "docs" / "prefill-decode.md").read_text()
+    (table,) = [part for part in page.split("\n\n") if part.startswith("| word | the instance's weights")]
+    assert tuple(re.findall(r"(?m)^\| `(\w+)`", table)) == get_args(WeightsStanding)
+    assert all(f"`{word}`" in page for word in get_args(MemoryStanding))
 
 
 def test_prefill_goes_where_least_stands_before_it():

@@ -493,5 +493,5 @@ async def test_one_that_owes_a_wake_as_another_wake_of_it_ends_is_woken(scene):
     wakes._took = then
     await settle(20.0)
     assert late, "it was woken late"
-    assert not handle.owes_wake
+    assert handle.memory == "as_told"
     assert [verb for verb, _ in both[1].told].count("wake") == 2

@@ -8,7 +8,15 @@ import pytest
 from sleepers import PART, PROMPT, asks, asleep_and_cut_off, cut_off, mend, sleep_but_one, sleepers
 from weights_scene import dropped, namespace_of, problems, serve
 
-from fdasync.errors import Asleep, PeerUnreachable, UpdateUnderWay, WakeFailed, WeightsBroken, WeightsRejected
+from fdasync.errors import (
+    Asleep,
+    DeadlineExceeded,
+    PeerUnreachable,
+    UpdateUnderWay,
+    WakeFailed,
+    WeightsBroken,
+    WeightsRejected,
+)
 from tests.support.router_scene import Command, in_scene, replied, settle, status_of
 
 # -- new weights while some sleep
@@ -274,6 +282,18 @@ async def test_a_sleep_that_all_refuse_leaves_the_wake_that_one_owes(scene):
     mend(scene, "m1")
     await settle(5.0)
     assert two.state == "running"
+
+
+@in_scene("m0", "m1")
+async def test_a_sleep_that_one_did_not_get_gives_its_claim_back(scene):
+    sleepers(scene)
+    claims, told = scene.m1.claims, []
+    scene.m1.claims = lambda command: (told.append(command.verb), claims(command))[1]
+    scene.m1.obeys = None
+    with pytest.raises(DeadlineExceeded, match="sleep"):
+        await scene.router.sleep()
+    await settle()
+    assert told == ["claim", "release"]
 
 
 @in_scene("m0", "m1")

@@ -81,7 +81,7 @@ from fdasync_fleet.transfer.plugins import TransportSpec, make_transport, transp
 from fdasync_fleet.transfer.process.proxy import TransferProcess
 from fdasync_fleet.transfer.shm import shm_problem
 from fdasync_fleet.transfer.transports import Transports
-from fdasync_fleet.verbs import METHODS, failure_of, name_of
+from fdasync_fleet.verbs import failure_of, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -124,9 +124,6 @@ def _auto(listen: str, trusted: bool) -> tuple[tuple[str, ...], str]:
     if not problem:
         return ("shm",), ""
     return ("tcp",), f"blocks go over tcp, by a port that all users of this machine reach: no shared memory: {problem}"
-
-
-# commands that change the weights, or who may
 
 
 class Instance:
@@ -595,7 +592,7 @@ class Instance:
         assert self._context is not None
         value, failure = None, None
         try:
-            value = await METHODS[type(message.verb)].call(self._verbs_of(peer), message.verb, [])
+            value = await self._verbs_of(peer).perform(message.verb)
         except FdasyncError as error:
             failure = failure_of(error)
         weights = self._weights.state

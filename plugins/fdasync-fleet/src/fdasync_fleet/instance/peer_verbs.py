@@ -1,27 +1,34 @@
 """Performs what a router has an instance do: `Verbs` for one router's call. Called by `instance.py`.
 
-Of several routers one at a time may change the weights. A claim says which, and for how long.
+Of several routers one at a time may make a change of `CHANGES`. A claim says which, and for how long.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fdasync.errors import BadInput, UpdateUnderWay
-from fdasync_fleet.verbs import Verbs
+from fdasync_fleet.verbs import METHODS, Verbs
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable
 
     from fdasync.engine import Engine
     from fdasync.request import GroupTensors, PauseMode, SleepMode, WakeTag, WeightsGroup
     from fdasync_fleet.link.peer import Peer
 
 
+#: verbs that another router's claim refuses; each ends a claim of its own router. A leave of a group is none: it ends a
+#: join, whoever has claimed the instance since
+CHANGES = (
+    "update_weights", "relabel", "begin_update", "update_part", "end_update", "abandon_update", "join_group", "sleep",
+    "wake",
+)  # fmt: skip
+
+
 class Claims:
-    """Which router may update the weights.
+    """Which router may change the instance.
 
     Attributes:
         joiner: the router for which a group is being joined.
@@ -33,7 +40,7 @@ class Claims:
         self._until = 0.0
 
     def take(self, peer: Peer, limit_s: float = 0.0) -> None:
-        """Let no other router update weights for `limit_s`; 0: check only. Raises UpdateUnderWay."""
+        """Let no other router change anything for `limit_s`; 0: check only. Raises UpdateUnderWay."""
         holder, now = self._holder, asyncio.get_running_loop().time()
         if holder is not None and holder is not peer and holder.is_up and now < self._until:
             raise UpdateUnderWay(f"of {holder.name}")
@@ -61,14 +68,17 @@ class PeerVerbs(Verbs):
         self._peer = peer
         self._drain = drain
 
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """While weights change. It ends a claim of this router, unless an update in parts stays open: that is timed."""
-        self._claims.take(self._peer)
+    async def perform(self, message: Any) -> Any:
+        """Perform what a message calls; returns the method's value. Raises the method's errors."""
+        method = METHODS[type(message)]
+        changes = method.name in CHANGES
+        if changes:
+            self._claims.take(self._peer)
         try:
-            yield
+            return await method.call(self, message, [])
         finally:
-            if not self._weights.control.in_parts:
+            # an update in parts that stays open keeps its claim, which is timed
+            if changes and not self._weights.control.in_parts:
                 self._claims.release(self._peer)
 
     async def claim(self, limit_s: float) -> None:
@@ -86,41 +96,31 @@ class PeerVerbs(Verbs):
         expected: str = "",
         weights_id: str = "",
     ) -> None:
-        with self._changing():
-            await self._weights.update(version, source, mode, order, expected or None, weights_id)
+        await self._weights.update(version, source, mode, order, expected or None, weights_id)
 
     async def relabel(self, version: str, order: int = 0) -> None:
-        self._claims.take(self._peer)
-        try:
-            self._weights.relabel(version, order)
-        finally:
-            self._claims.release(self._peer)
+        self._weights.relabel(version, order)
 
     async def begin_update(self, mode: Any) -> None:
-        with self._changing():
-            await self._weights.parts.begin(mode)
+        await self._weights.parts.begin(mode)
 
     async def update_part(self, part: GroupTensors) -> None:
-        with self._changing():
-            if not self._weights.control.in_parts:
-                raise BadInput("part", "no update is open here")
-            # a part goes on as its update has begun
-            await self._weights.update(None, part, "abort")
+        if not self._weights.control.in_parts:
+            raise BadInput("part", "no update is open here")
+        # a part goes on as its update has begun
+        await self._weights.update(None, part, "abort")
 
     async def end_update(self, version: str, order: int = 0, expected: str = "", weights_id: str = "") -> None:
-        with self._changing():
-            await self._weights.parts.end(version, expected or None, order, weights_id)
+        await self._weights.parts.end(version, expected or None, order, weights_id)
 
     async def abandon_update(self) -> None:
-        with self._changing():
-            self._weights.parts.abandon()
+        self._weights.parts.abandon()
 
     async def join_group(self, group: WeightsGroup) -> None:
-        with self._changing():
-            groups = self._weights.groups
-            # a join that is refused because of another leaves that other as the joiner
-            self._claims.joiner = self._claims.joiner if groups.joins else self._peer
-            await groups.join(group)
+        groups = self._weights.groups
+        # a join that is refused because of another leaves that other as the joiner
+        self._claims.joiner = self._claims.joiner if groups.joins else self._peer
+        await groups.join(group)
 
     async def leave_group(self, name: str) -> None:
         await self._weights.groups.leave(name)

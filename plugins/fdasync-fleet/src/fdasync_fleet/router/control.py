@@ -5,8 +5,9 @@ requests, lets hand-offs finish (before an update), updates all instances under 
 instances that fail, and goes on. It is a task of the router: if its caller is cancelled, it still runs to its end. Then
 each instance has the new weights, is being brought to them or sleeps (`router/weights/agreement.py`), or is dropped.
 
-One change of all instances is under way at a time: an update, a join or leave of a trainer's group, a sleep. Otherwise
-one instance would take two of them in one order, and the next instance in the other.
+One change of all instances is under way at a time: an update, a join or leave of a trainer's group, a sleep, a wake.
+Otherwise one instance would take two of them in one order, and the next instance in the other. Claims on the instances
+see to it where another router makes the other change.
 
 Knows nothing of requests but which are being handed over. Called by `router/router.py`.
 """
@@ -17,7 +18,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -35,6 +36,7 @@ from fdasync.errors import (
 from fdasync.ipc.deadlines import Within, wait_within
 from fdasync.ipc.futures import fail
 from fdasync.request import (
+    GroupTensors,
     WeightsGroup,
     check_update_mode,
     checked_fingerprint,
@@ -54,14 +56,12 @@ from fdasync_fleet.verbs import Verbs, error_of, folder_of, name_of, verb
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
 
-    from fdasync.request import GroupTensors, PauseMode
+    from fdasync.request import Doing, PauseMode, SleepMode, WakeTag
     from fdasync_fleet.link.links import Links
     from fdasync_fleet.router.config import RouterConfig
     from fdasync_fleet.router.dispatch import Dispatch
     from fdasync_fleet.router.instances import InstanceHandle, InstanceTable
     from fdasync_fleet.router.weights.agreement import Dropped
-
-    Outcomes = tuple[list[tuple[InstanceHandle, Reply]], list[tuple[InstanceHandle, FdasyncError]]]
 
 _LOOK_S = 0.02
 # after which an instance may be in another state
@@ -71,6 +71,7 @@ _CHANGES = {
     "join_group": "a join of a trainer's group",
     "leave_group": "a leave of a trainer's group",
     "sleep": "a sleep",
+    "wake": "a wake",
 }
 
 
@@ -80,16 +81,32 @@ class Change(msgspec.Struct, frozen=True):
     Attributes:
         command: the verb as asked for, without an order.
         task: the change.
-        holds: requests are held meanwhile: it is an update of the weights or their label.
         parts: its calls, where it is an update in parts.
         until: of a join: when it has ended, by the loop's clock.
     """
 
     command: Any
-    task: asyncio.Task[None]
-    holds: bool
+    task: asyncio.Task[Any]
     parts: PartUpdate | None = None
     until: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Requests are held meanwhile: it is an update of the weights or their label."""
+        return name_of(self.command) in ("update_weights", "relabel", "begin_update")
+
+
+class Outcome(NamedTuple):
+    """What came of a call of one instance.
+
+    Attributes:
+        reply: None: it did not reply.
+        error: that it replied with, or why it did not reply; None: it did as it was told.
+    """
+
+    instance: InstanceHandle
+    reply: Reply | None
+    error: FdasyncError | None
 
 
 class ControlPlane:
@@ -151,10 +168,19 @@ class ControlPlane:
     async def one(self, instance: InstanceHandle, command: Any, limit_s: float) -> Reply:
         """Send a command and wait for its success. Raises PeerUnreachable, PeerBusy, DeadlineExceeded, and the error
         that the instance replied with: RemoteError, or an error of its kind."""
-        reply = await self._ask(instance, command, limit_s)
-        if reply.failure is not None:
-            raise error_of(instance.peer.name, reply.failure)
+        _, reply, error = await self._outcome(instance, command, limit_s)
+        if error is not None:
+            raise error
+        assert reply is not None
         return reply
+
+    async def _outcome(self, instance: InstanceHandle, command: Any, limit_s: float) -> Outcome:
+        try:
+            reply = await self._ask(instance, command, limit_s)
+        except FdasyncError as error:
+            return Outcome(instance, None, error)
+        failure = reply.failure
+        return Outcome(instance, reply, None if failure is None else error_of(instance.peer.name, failure))
 
     def _number(self) -> int:
         self._next += 1
@@ -197,22 +223,23 @@ class ControlPlane:
 
     async def all(self, command: Any, limit_s: float) -> None:
         """Send a command to all instances. Raises the first error, after all have replied."""
-        answers, silent = await self._ask_all(command, limit_s)
+        outcomes = await self._ask_all(command, limit_s)
         name = name_of(command)
-        for instance, reply in answers:
-            if name in _TELL:
+        for instance, reply, error in outcomes:
+            if name in _TELL and reply is not None:
                 # a pause that another router took back at once is in the next status
                 state = reply.standing.state
-                paused = name == "pause" and not reply.error and state == "running"
+                paused = name == "pause" and error is None and state == "running"
                 instance.was_told("paused" if paused else state)
-        _raise_first(answers, silent)
+        _raise_first(outcomes)
+
+    def _limit_s(self, mode: PauseMode | SleepMode) -> float:
+        """Of a call that lets requests end in mode "wait", by their own deadlines."""
+        return self._config.command_s + (self._config.request_deadline_s if mode == "wait" else 0.0)
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause all instances. A cancelled call takes its own pause back, and no other's of this router."""
-        limit_s = self._config.command_s
-        if mode == "wait":
-            # requests end by their own deadlines
-            limit_s += self._config.request_deadline_s
+        limit_s = self._limit_s(mode)
         pauser = object()
         self._pausers.add(pauser)
         try:
@@ -220,9 +247,7 @@ class ControlPlane:
             self._held = self._held or pauser in self._pausers
         except asyncio.CancelledError:
             if self._pausers == {pauser} and not self._held:
-                for instance in self._table.up():
-                    with contextlib.suppress(FdasyncError):
-                        instance.peer.send(Call(self._number(), verb(Verbs.resume)))
+                self._say_to(self._table.up(), verb(Verbs.resume))
             raise
         finally:
             self._pausers.discard(pauser)
@@ -239,66 +264,53 @@ class ControlPlane:
         named = () if tags is None else checked_tags(tags)
         if tags is not None and not named:
             level = 0
-        limit_s = self._config.command_s
-        if mode == "wait":
-            # requests end by their own deadlines
-            limit_s += self._config.request_deadline_s
         command = verb(Verbs.sleep, level, mode, named)
-        await self._settle()
-        while self._change is not None and name_of(self._change.command) == "sleep":
-            # as instances do it, also for an equal one: a wake may have come between them. Bounded by its `limit_s`
-            await asyncio.wait([self._change.task])
-        await self._end_of(self._begin(command, self._fall_asleep(command, limit_s)))
+        await self._behind_sleeps(command, lambda: self._fall_asleep(command))
 
-    async def _fall_asleep(self, command: Any, limit_s: float) -> None:
+    async def _fall_asleep(self, command: Any) -> None:
+        limit_s = self._limit_s(command.mode)
+        await self._claim_all(limit_s)
         with self.wakes.falling_asleep(command.level, command.tags):
             await self.all(command, limit_s)
 
+    async def wake(self, tags: Any) -> Doing:
+        """Wake all instances, or parts of their memory; returns what the instance farthest from running does then.
+        Raises the first error, after all have replied. A cancelled wake goes on."""
+        named: tuple[WakeTag, ...] = () if tags is None else checked_tags(tags)
+        doing: Doing = await self._behind_sleeps(verb(Verbs.wake, named), lambda: self._wake(named))
+        return doing
+
+    async def _wake(self, tags: tuple[WakeTag, ...]) -> Doing:
+        await self._claim_all()
+        return await self.wakes.wake(tags)
+
+    async def _behind_sleeps(self, command: Any, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Make a sleep or a wake behind those that are under way, as instances do it, also behind an equal one: the
+        other of the two may have come between them."""
+        await self._settle()
+        while self._change is not None and name_of(self._change.command) in ("sleep", "wake"):
+            # bounded by its own limits
+            await asyncio.wait([self._change.task])
+        return await self._end_of(self._begin(command, work()))
+
     async def _ask_all(
         self, command: Any, limit_s: float, instances: Sequence[InstanceHandle] | None = None
-    ) -> Outcomes:
-        """The replies of the instances, and the errors of the instances that did not reply.
+    ) -> list[Outcome]:
+        """What came of a call; first that of instances that replied. `instances`: None: all that are up."""
+        asked = self._table.up() if instances is None else instances
+        outcomes = await asyncio.gather(*[self._outcome(instance, command, limit_s) for instance in asked])
+        return sorted(outcomes, key=lambda one: one.reply is None)
 
-        Args:
-            instances: None: all that are up. An instance with other weights does not get the others' label.
-        """
-        if instances is None:
-            instances = [one for one in self._table.up() if name_of(command) != "relabel" or not one.behind]
-        outcomes = await asyncio.gather(
-            *[self._ask(instance, command, limit_s) for instance in instances], return_exceptions=True
-        )
-        answers: list[tuple[InstanceHandle, Reply]] = []
-        silent: list[tuple[InstanceHandle, FdasyncError]] = []
-        for instance, outcome in zip(instances, outcomes, strict=True):
-            if isinstance(outcome, Reply):
-                answers.append((instance, outcome))
-            elif isinstance(outcome, FdasyncError):
-                silent.append((instance, outcome))
-            else:
-                raise outcome
-        return answers, silent
+    async def update_weights(self, version: Any, source: str | GroupTensors, mode: Any, expected: Any = None) -> None:
+        """Update all instances. A cancelled update goes on; a second call with the same arguments waits for it.
 
-    async def update_weights(self, version: Any, path: str, mode: Any, expected: Any = None) -> None:
-        """Update all instances. A cancelled update goes on; a second call with the same arguments waits for it."""
-        label = next_version(self._table.weight_version) if version is None else checked_version(version)
-        check_update_mode(mode)
+        Tensors come from a group that all instances have joined, or are a part of the update in parts that is open. An
+        instance that has not joined it is dropped; if a broadcast fails it fails for all of them."""
         wanted = checked_fingerprint(expected)
-        weights_id = "" if wanted is None else wanted.weights_id
-        command = verb(Verbs.update_weights, label, path, mode, expected=weights_id)
-        check_whole("source", Call(0, command))
-        await self._make(command, lambda: self._play(command))
-
-    # -- tensors of a group -----------------------------------------------------------------------------
-
-    async def update_by_group(self, version: Any, part: GroupTensors, mode: Any, expected: Any = None) -> None:
-        """As `update_weights`, from a group that all instances have joined; a part of the update in parts that is open.
-
-        An instance that has not joined it is dropped; if a broadcast fails it fails for all of them."""
-        wanted = checked_fingerprint(expected)
-        if self._parts is not None:
+        if self._parts is not None and isinstance(source, GroupTensors):
             if wanted is not None:
                 raise BadInput("expected", "is of a part of an update", hint="give it where the update ends")
-            command = verb(Verbs.update_part, part)
+            command = verb(Verbs.update_part, source)
             check_whole("source", Call(0, command))
             label = None if version is None else checked_version(version)
             await self._parts.ask(command)
@@ -308,9 +320,11 @@ class ControlPlane:
         label = next_version(self._table.weight_version) if version is None else checked_version(version)
         check_update_mode(mode)
         weights_id = "" if wanted is None else wanted.weights_id
-        command = verb(Verbs.update_weights, label, part, mode, expected=weights_id)
+        command = verb(Verbs.update_weights, label, source, mode, expected=weights_id)
         check_whole("source", Call(0, command))
         await self._make(command, lambda: self._play(command))
+
+    # -- groups, and updates in parts -------------------------------------------------------------------
 
     async def join(self, group: WeightsGroup) -> None:
         """Have all instances join a group, with a rank for each of their workers. Raises the first error, and then none
@@ -388,7 +402,7 @@ class ControlPlane:
         await self._settle()
         command = verb(Verbs.begin_update, mode)
         parts = PartUpdate()
-        self._begin(command, self._play_parts(parts, command), holds=True, parts=parts)
+        self._begin(command, self._play_parts(parts, command), parts=parts)
         # bounded by the limits of what the task waits for
         await asyncio.wait([parts.begun])
         parts.begun.result()  # of a future that is done
@@ -460,24 +474,23 @@ class ControlPlane:
             self._agree(verb(Verbs.update_weights, command.version, "", "abort", command.order), took)
         return name == "update_part"
 
-    def _success(self, outcomes: Outcomes, *, drops: bool) -> list[tuple[InstanceHandle, Reply]]:
+    def _success(self, outcomes: list[Outcome], *, drops: bool) -> list[tuple[InstanceHandle, Reply]]:
         """The instances that did as they were told. If any did, others are dropped by name, unless they sleep or have
         no whole weights. If none did, raises the first error, an awake instance's before any other."""
-        answers, silent = outcomes
-        for instance, reply in answers:
-            instance.was_told(reply.standing.state)
-        took = [(instance, reply) for instance, reply in answers if reply.failure is None]
-        refused = _errors_of(answers)
+        took = []
+        for instance, reply, error in outcomes:
+            if reply is not None:
+                instance.was_told(reply.standing.state)
+                if error is None:
+                    took.append((instance, reply))
         if not took:
-            errors = [error for _, error in refused + silent]
-            if not errors:
-                raise self._nobody()
             # what an instance says that was awake is about the weights
-            raise next((error for error in errors if not isinstance(error, Asleep)), errors[0])
-        for instance, error in refused + silent if drops else ():
+            errors = [one.error for one in outcomes if one.error is not None]
+            raise min(errors, key=lambda error: isinstance(error, Asleep), default=self._nobody())
+        for instance, _, error in outcomes if drops else ():
             if isinstance(error, Asleep) or (isinstance(error, WeightsRejected) and instance.lacks_weights):
                 self.agreement.keep(instance, sleeps=isinstance(error, Asleep))
-            elif not isinstance(error, UpdateUnderWay):
+            elif error is not None and not isinstance(error, UpdateUnderWay):
                 self.agreement.drop(instance, str(error))
         return took
 
@@ -499,23 +512,23 @@ class ControlPlane:
         """Have all instances hash their weights that do not wait for others. Raises WeightsDiffer where the weights are
         not the same."""
         instances = [one for one in self._table.up() if not one.behind]
-        answers, silent = await self._ask_all(verb(Verbs.fingerprint), self._config.command_s, instances)
-        _raise_first(answers, silent)
-        if not answers:
-            raise self._nobody()
-        first = answers[0][1].value
-        for instance, reply in answers:
-            if reply.value != first:
-                raise WeightsDiffer(first, reply.value, where=instance.peer.name)
+        values = await self._values(verb(Verbs.fingerprint), self._config.command_s, instances)
+        first = next(iter(values.values()))
+        for name, value in values.items():
+            if value != first:
+                raise WeightsDiffer(first, value, where=name)
         return first
 
     async def profile(self, seconds: float) -> dict[str, str]:
         """Have all instances record what they do; the folder of each. Raises the first error, behind all replies."""
-        answers, silent = await self._ask_all(verb(Verbs.profile, seconds), seconds + self._config.command_s)
-        _raise_first(answers, silent)
-        if not answers:
+        return await self._values(verb(Verbs.profile, seconds), seconds + self._config.command_s, self._table.up())
+
+    async def _values(self, command: Any, limit_s: float, instances: Sequence[InstanceHandle]) -> dict[str, str]:
+        outcomes = await self._ask_all(command, limit_s, instances)
+        _raise_first(outcomes)
+        if not outcomes:
             raise self._nobody()
-        return {instance.peer.name: reply.value for instance, reply in answers}
+        return {one.instance.peer.name: one.reply.value for one in outcomes if one.reply is not None}
 
     def _check_still(self) -> None:
         """Raise UpdateUnderWay where a change is under way."""
@@ -537,28 +550,27 @@ class ControlPlane:
             # bounded by `command_s`: the instances leave
             await asyncio.wait([self._change.task])
 
-    async def _make(self, command: Any, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _make(self, command: Any, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         """Make a change, or wait for the same one."""
         await self._settle()
         change = self._change
         if change is None or change.command != command:
-            change = self._begin(command, work(), holds=name_of(command) in ("update_weights", "relabel"))
+            change = self._begin(command, work())
         await self._end_of(change)
 
     @staticmethod
-    async def _end_of(change: Change) -> None:
+    async def _end_of(change: Change) -> Any:
         # bounded by the limits of what it waits for
         await asyncio.wait([change.task])
         if change.task.cancelled():
             raise EngineClosed("closed")
-        change.task.result()  # of a task that is done
+        return change.task.result()  # of a task that is done
 
     def _begin(
         self,
         command: Any,
-        work: Coroutine[Any, Any, None],
+        work: Coroutine[Any, Any, Any],
         *,
-        holds: bool = False,
         parts: PartUpdate | None = None,
         until: float = 0.0,
     ) -> Change:
@@ -569,17 +581,18 @@ class ControlPlane:
             work.close()
             raise
         task = self._loop.create_task(work, name="fdasync-weights")
-        self._change = change = Change(command, task, holds, parts, until)
-        if holds:
+        self._change = change = Change(command, task, parts, until)
+        if change.holds:
             self._dispatch.hold()
             self.agreement.held = True
         # also ends a change that is cancelled before its first step. Callers that wait for the task go on after this
         task.add_done_callback(self._ended)
         return change
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        # the error is for the caller; a cancelled caller may never read it, so mark it as read
-        _ = task.cancelled() or task.exception()
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        # the error is for the caller; a cancelled caller may never read it: this marks it as read
+        if not task.cancelled() and task.exception() is not None:
+            self._say_to(self._table.up(), verb(Verbs.release))
         if self._parts is not None:
             # cancelled before its first step
             self._parts.end(EngineClosed("closed"))
@@ -591,12 +604,15 @@ class ControlPlane:
             self.agreement.judge_all()
 
     async def _play(self, command: Any) -> None:
-        latest = await self._make_room(restart=name_of(command) == "update_weights")
+        restart = name_of(command) == "update_weights"
+        latest = await self._make_room(restart=restart)
         order = next_order(latest, command.version)
         command = msgspec.structs.replace(command, order=order)
         if name_of(command) == "update_weights" and not folder_of(command):
             command = msgspec.structs.replace(command, weights_id=secrets.token_hex(16))
-        took = self._success(await self._ask_all(command, self._config.command_s), drops=True)
+        # an instance with other weights does not get the label of these
+        asked = [one for one in self._table.up() if restart or not one.behind]
+        took = self._success(await self._ask_all(command, self._config.command_s, asked), drops=True)
         self._agree(command, took)
 
     async def _make_room(self, *, restart: bool) -> int:
@@ -608,28 +624,27 @@ class ControlPlane:
             await self._let_hand_overs_finish()
         return latest
 
-    async def _claim_all(self) -> int:
-        """Claim all instances, so that no other router updates any of them. All routers claim in the same order, so
-        that one of two routers gets all instances. Raises UpdateUnderWay, and then has claimed none.
+    async def _claim_all(self, limit_s: float = 0.0) -> int:
+        """Claim all instances, so that no other router changes any of them. All routers claim in the same order, so
+        that one of two routers gets all instances. Raises UpdateUnderWay. A change that fails gives its claims back
+        (`_ended`); at an instance that does as it is told they end with that.
+
+        Args:
+            limit_s: of the change, where it is not `command_s` behind the end of hand-offs.
 
         Returns the order of the latest weights or label: this router may not have heard yet what another router brought
         a moment ago."""
         config = self._config
-        command = verb(Verbs.claim, config.handoff_s + 2 * config.command_s)
-        claimed: list[InstanceHandle] = []
+        command = verb(Verbs.claim, config.command_s + max(config.handoff_s + config.command_s, limit_s))
         latest = self._table.weight_order
         for instance in sorted(self._table.up(), key=lambda instance: instance.address):
             try:
                 reply = await self.one(instance, command, config.command_s)
             except UpdateUnderWay:
-                for other in claimed:
-                    with contextlib.suppress(FdasyncError):
-                        other.peer.send(Call(self._number(), verb(Verbs.release)))
                 raise
             except FdasyncError:
-                # the instance is gone, or will not take the update either
+                # the instance is gone, or will not take the change either
                 continue
-            claimed.append(instance)
             latest = max(latest, reply.standing.weight_order)
         return latest
 
@@ -677,17 +692,8 @@ class ControlPlane:
                 fail(answer, EngineClosed("closed"))
 
 
-def _errors_of(answers: list[tuple[InstanceHandle, Reply]]) -> list[tuple[InstanceHandle, FdasyncError]]:
-    return [
-        (instance, error_of(instance.peer.name, reply.failure))
-        for instance, reply in answers
-        if reply.failure is not None
-    ]
-
-
-def _raise_first(
-    answers: list[tuple[InstanceHandle, Reply]], silent: list[tuple[InstanceHandle, FdasyncError]]
-) -> None:
-    """Raise the first error of a reply, or of an instance that did not reply, if there is one."""
-    for _, error in _errors_of(answers) + silent:
-        raise error
+def _raise_first(outcomes: list[Outcome]) -> None:
+    """Raise the first error, if there is one."""
+    for one in outcomes:
+        if one.error is not None:
+            raise one.error

@@ -28,10 +28,15 @@ if TYPE_CHECKING:
 _IN_USE = 1 / 16
 # from running on
 _DOING: tuple[Doing, ...] = get_args(Doing)
-#: "alike": it has the weights that all must have; "behind": it has others, and it is not decided what comes of that;
-#: "bringing": this router brings it theirs; "asleep": it has no memory for them yet; "waits": somebody else must bring
-#: them; "dropped": this router has stopped using it
-WeightsStanding = Literal["alike", "behind", "bringing", "asleep", "waits", "dropped"]
+#: of an instance's weights among those of the router's instances; docs/prefill-decode.md says what each word means
+WeightsStanding = Literal["alike", "behind", "moved", "bringing", "waits", "asleep", "late", "catching_up", "dropped"]
+#: it slept, or had no whole weights, when the others got some: it is not dropped, whatever keeps it from getting them
+MISSED: tuple[WeightsStanding, ...] = ("asleep", "late", "catching_up")
+#: nothing that this router does brings it the weights, before the next update
+OUT: tuple[WeightsStanding, ...] = ("waits", "late")
+#: of its memory: this router's callers, or somebody else, have it as they want it; or it missed a wake of this router,
+#: or did not wake, and gets no requests until it has woken
+MemoryStanding = Literal["as_told", "unwoken"]
 # every instance can hold this
 LEAST = Need()
 
@@ -60,12 +65,9 @@ class InstanceHandle:
         beats: number of statuses so far.
         leaving: this router sends it no more requests.
         sessions: how often it came up.
-        standing: of its weights among those of this router's instances; `stands` changes it.
+        standing: of its weights; `stands` changes it.
         why: the reason for its standing, for people; "" where that word says all.
-        changed: its weights have changed since this process of it first came up.
-        kept: it slept, or had no whole weights, when the others got some: it is not dropped, whatever keeps it from
-            getting them, and the next whole update mends it.
-        owes_wake: it missed a wake of this router, or did not wake: it gets no requests until it has woken.
+        memory: of its memory, whatever weights it has; `wakes` changes it.
     """
 
     def __init__(self, peer: Peer, loads: Loads, index: BlockIndex) -> None:
@@ -79,7 +81,7 @@ class InstanceHandle:
         self.sessions = 0
         self.standing: WeightsStanding = "alike"
         self.why = ""
-        self.changed = self.kept = False
+        self.memory: MemoryStanding = "as_told"
         self._loads = loads
         self._index = index
         index.open(self.slot)
@@ -92,7 +94,7 @@ class InstanceHandle:
         self._size = 0
         self._room: Room | None = None
         self._room_of: Hello | None = None
-        self._leaving = self._owes_wake = False
+        self._leaving = False
         self._incarnation = b""
 
     @property
@@ -140,18 +142,15 @@ class InstanceHandle:
 
     def stands(self, standing: WeightsStanding, why: str = "") -> None:
         """One that was dropped stays so."""
-        if self.standing != "dropped":
-            self.standing, self.why = standing, why
+        if self.standing == "dropped":
+            return
+        before, self.standing, self.why = self.standing, standing, why
+        if standing != before:
             self.refresh()
 
-    @property
-    def owes_wake(self) -> bool:
-        return self._owes_wake
-
-    @owes_wake.setter
-    def owes_wake(self, owes_wake: bool) -> None:
-        if owes_wake != self._owes_wake:
-            self._owes_wake = owes_wake
+    def wakes(self, memory: MemoryStanding) -> None:
+        if memory != self.memory:
+            self.memory = memory
             self.refresh()
 
     def refresh(self) -> None:
@@ -221,40 +220,41 @@ class InstanceHandle:
     @property
     def is_out(self) -> bool:
         """It gets no more requests from this router, unless another router or an operator changes that."""
-        return self.is_leaving or (self.peer.is_up and self.standing == "waits")
+        return self.is_leaving or (self.peer.is_up and self.standing in OUT)
 
     @property
     def takes_work(self) -> bool:
-        if not self.peer.is_up or self.behind or self.owes_wake or self.is_leaving:
+        if not self.peer.is_up or self.behind or self.memory == "unwoken" or self.is_leaving:
             return False
         # requests would wait for its weights, which are nowhere, and not for a call of somebody; or it refuses them
         return self.doing not in ("waits_for_weights", "broken")
 
     def was_told(self, state: Doing) -> None:
         """It has paused, resumed, fallen asleep, woken or been updated: its latest status is of before."""
-        self._told = state
+        before, self._told = self.said, state
         if self._status is not None and self._status.stats.state in _DOING:
             stats = msgspec.structs.replace(self._status.stats, state=state)
             self._status = msgspec.structs.replace(self._status, stats=stats)
-        self.refresh()
+        if self.said != before:
+            self.refresh()
 
     @property
     def said(self) -> Doing:
         """What it does, by its latest status or this router's last call. A draining instance is "running"."""
         if self._status is None:
-            return "asleep" if self.owes_wake else self._told
+            return "asleep" if self.memory == "unwoken" else self._told
         return self._status.stats.doing
 
     @property
     def doing(self) -> Doing:
         """What it has said that it does; or that it waits for weights, if it is awake, lacks the weights of the others,
         and this router cannot bring them."""
-        return farthest([self.said, "waits_for_weights"]) if self.standing == "waits" else self.said
+        return farthest([self.said, "waits_for_weights"]) if self.standing in OUT else self.said
 
     @property
     def lacks_weights(self) -> bool:
         """It refuses a delta: its weights are broken, or a sleep dropped them, or others were updated meanwhile."""
-        return self.kept or self.doing in ("broken", "waits_for_weights")
+        return self.standing in MISSED or self.doing in ("broken", "waits_for_weights")
 
     @property
     def is_awake(self) -> bool:
@@ -273,10 +273,13 @@ class InstanceHandle:
         self._told = "running"
         if self.standing == "asleep":
             # it is asked anew
+            self.stands("late")
+        before, self._incarnation = self._incarnation, self.peer.incarnation
+        if before == self._incarnation:
+            self._learn(self.hello.namespace)
+        elif self.standing == "moved":
             self.stands("behind")
         self._forget_blocks()
-        before, self._incarnation = self._incarnation, self.peer.incarnation
-        self.changed = before == self._incarnation and (self.changed or self.namespace != self.hello.namespace)
         self.namespace = self.hello.namespace
         self.weight_version, self.weight_order = self.facts.weight_version, self.hello.weight_order
         self._size = self.facts.block_tokens
@@ -292,7 +295,6 @@ class InstanceHandle:
         if namespace != self.namespace:
             self._forget_blocks()
         self.namespace, self.weight_version, self.weight_order = namespace, version, order
-        self.changed = self.kept = False
         self.stands("alike")
 
     def came_to(self, namespace: bytes) -> None:
@@ -300,12 +302,20 @@ class InstanceHandle:
         self._forget_blocks()
         self.namespace = namespace
 
+    def _learn(self, namespace: bytes) -> None:
+        """It tells which weights it has. Other ones than before have come from elsewhere, unless this router brings it
+        some."""
+        if namespace != self.namespace:
+            self._forget_blocks()
+            self.namespace = namespace
+            if self.standing not in ("bringing", "catching_up"):
+                self.stands("moved")
+
     def learn(self, kv_events: KvEventBatch) -> None:
         """It reports blocks that it gained and lost."""
-        if kv_events.reset or kv_events.namespace != self.namespace:
+        if kv_events.reset:
             self._forget_blocks()
-            self.changed = self.changed or kv_events.namespace != self.namespace
-            self.namespace = kv_events.namespace
+        self._learn(kv_events.namespace)
         self.weight_version, self.weight_order = kv_events.weight_version, kv_events.weight_order
         self._index.add(self.slot, kv_events.added)
         self._index.remove(self.slot, kv_events.removed)

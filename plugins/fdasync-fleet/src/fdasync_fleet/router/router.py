@@ -210,8 +210,7 @@ class Router(Generator):
         await self._ready(instance)
         await self.dispatch.wait_open(self.config.command_s)
         await self.commands.agreement.quiet(self.config.command_s, instance)
-        refused = instance.standing == "waits" and not instance.kept
-        if refused and self.commands.agreement.lacking(instance.namespace) is not None:
+        if instance.standing == "waits" and self.commands.agreement.lacking(instance.namespace) is not None:
             # it refused this router's update
             self.commands.agreement.drop(instance, instance.why)
         if instance.standing == "dropped":
@@ -484,10 +483,8 @@ class Router(Generator):
         changes nothing, if this or another router is updating them; the first error if no instance took the weights.
         """
         self._check_open()
-        if isinstance(source, GroupTensors):
-            await self.commands.update_by_group(version, source, mode, expected)
-            return
-        await self.commands.update_weights(version, folder_of(source), mode, expected)
+        brought = source if isinstance(source, GroupTensors) else folder_of(source)
+        await self.commands.update_weights(version, brought, mode, expected)
 
     async def join_weights_group(self, group: WeightsGroup) -> None:
         """See `Generator.join_weights_group`: the instances that are up join, in the order of their addresses, each
@@ -566,8 +563,8 @@ class Router(Generator):
         hand-offs are ended, and their requests start again.
 
         Each instance has `command_s` for it, and in mode "wait" `request_deadline_s` more. If the caller is cancelled,
-        instances that were told fall asleep all the same. Raises the first error of an instance, after all have
-        answered; some sleep then, and `wake` undoes that.
+        instances that were told fall asleep all the same. Raises UpdateUnderWay where this or another router makes a
+        change; the first error of an instance, after all have answered: some sleep then, and `wake` undoes that.
         """
         self._check_open()
         await self.commands.sleep(level, mode, tags)
@@ -576,15 +573,16 @@ class Router(Generator):
             self.abort_all()
 
     async def wake(self, tags: Sequence[WakeTag] | None = None) -> Doing:
-        """See `Generator.wake`: of every instance that is up, and of the others once they are. Raises the first error
-        of an instance, after all have answered: WakeFailed with its name, while the others are awake.
+        """See `Generator.wake`: of every instance that is up, and of the others once they are. Raises UpdateUnderWay as
+        `sleep` does; the first error of an instance, after all have answered: WakeFailed with its name, while the
+        others are awake.
 
         An instance that missed weights while it slept has them when this returns, or "waits_for_weights" is returned,
         and `stats()` says why. If the caller is cancelled, instances wake all the same. An instance that has not woken
         gets no requests: if it did not answer the router wakes it again, if it failed the next call does.
         """
         self._check_open()
-        return await self.commands.wakes.wake(tags)
+        return await self.commands.wake(tags)
 
     async def reset_cache(self) -> None:
         """See `Generator.reset_cache`: of every instance that is up. Raises the first error of an instance, after all

@@ -17,7 +17,7 @@ from fdasync.telemetry.sight.sight import Watched
 from fdasync_fleet.messages import Status
 from fdasync_fleet.router.instances import farthest, nearest
 from fdasync_fleet.router.weights.agreement import BEHIND, Dropped
-from fdasync_fleet.router.weights.wakes import OWES_WAKE
+from fdasync_fleet.router.weights.wakes import UNWOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,7 +124,7 @@ def _unused(instance: InstanceHandle) -> str:
         return ""
     if instance.behind:
         return instance.why or BEHIND
-    return OWES_WAKE if instance.owes_wake else ""
+    return UNWOKEN if instance.memory == "unwoken" else ""
 
 
 def _of(instance: InstanceHandle, now: float) -> InstanceStats:

@@ -38,6 +38,7 @@ import msgspec
 
 from fdasync.errors import FdasyncError, PeerBusy
 from fdasync.ipc.deadlines import wait_within
+from fdasync_fleet.router.instances import MISSED, OUT
 from fdasync_fleet.verbs import Verbs, error_of, folder_of, name_of, verb
 
 if TYPE_CHECKING:
@@ -93,8 +94,8 @@ class WeightAgreement:
 
     Attributes:
         dropped: all instances dropped so far.
-        last: this router's last update, under the latest label; or its last label, where it has made no update. None
-            before the first, and after another router's later update.
+        last: the latest label, with its order, of this router's updates and labels; None before the first, and after
+            another router's later update.
         held: an update is under way, or the router starts; instances that come up are judged at its end.
     """
 
@@ -107,7 +108,7 @@ class WeightAgreement:
         limit_s: float,
     ) -> None:
         self.dropped: list[Dropped] = []
-        self.last: Any = None
+        self.last: tuple[str, int] | None = None
         self.held = True
         self._table = table
         self._tell = tell
@@ -136,19 +137,19 @@ class WeightAgreement:
         if instance in self._tasks:
             # its reply to the command decides
             return
-        was_asleep = instance.standing == "asleep"
         if instance.namespace == self._table.namespace:
             instance.stands("alike")
-            instance.changed = instance.kept = False
             self._compare_labels(instance)
             return
-        instance.stands("asleep" if was_asleep else "behind")
+        # what somebody else brings is followed to later weights only
+        if instance.standing not in MISSED and (instance.standing != "moved" or self._is_earlier(instance)):
+            instance.stands("behind")
         if self.held:
             return
-        if instance.changed:
+        if instance.standing == "moved":
             self._follow(instance)
         elif (updates := self.lacking(instance.namespace)) is not None:
-            if was_asleep:
+            if instance.standing == "asleep":
                 instance.stands("asleep", _ASLEEP)
             else:
                 self._spawn(instance, updates)
@@ -167,8 +168,7 @@ class WeightAgreement:
     def keep(self, instance: InstanceHandle, *, sleeps: bool) -> None:
         """It has refused weights that others took, for it sleeps, or has none that a delta could be applied to; or a
         sleep dropped its own."""
-        instance.kept = True
-        instance.stands("asleep" if sleeps else "behind")
+        instance.stands("asleep" if sleeps else "late")
 
     def woke(self, instance: InstanceHandle, *, lacks_all: bool) -> None:
         """It may have memory for weights again: bring it the weights that it lacks. `lacks_all`: a sleep dropped its
@@ -180,8 +180,8 @@ class WeightAgreement:
             if self._whole and not self.held:
                 self.keep(instance, sleeps=False)
                 self._spawn(instance, self._whole)
-        elif instance.standing == "asleep" or (instance.kept and goes_on):
-            instance.stands("behind")
+        elif instance.standing == "asleep" or (instance.standing == "late" and goes_on):
+            instance.stands("late")
             self.judge(instance)
 
     def _compare_labels(self, instance: InstanceHandle) -> None:
@@ -190,10 +190,9 @@ class WeightAgreement:
         if instance.weight_order > table.weight_order:
             table.weight_version, table.weight_order = instance.weight_version, instance.weight_order
             if self.last is not None:
-                self._relabel(self.last, table.weight_version, table.weight_order)
+                self._relabel(table.weight_version, table.weight_order)
         elif self.last is not None and not self.held and not self._has_label(instance):
-            relabel = verb(Verbs.relabel, self.last.version, self.last.order)
-            self._spawn(instance, (_Update(relabel, b"", table.namespace),))
+            self._spawn(instance, (_Update(verb(Verbs.relabel, *self.last), b"", table.namespace),))
 
     def _has_label(self, instance: InstanceHandle) -> bool:
         """Whether its label is the agreed one, or no earlier one."""
@@ -214,7 +213,7 @@ class WeightAgreement:
             f"it has other weights than the others, of version {instance.weight_version}, which is earlier than version"
             f" {self._table.weight_version}: it gets no requests until it is updated"
         )
-        instance.stands("asleep" if instance.standing == "asleep" else "waits", why)
+        instance.stands(instance.standing if instance.standing in MISSED else "waits", why)
 
     def judge_all(self) -> None:
         """The start or an update is over: judge all instances."""
@@ -223,37 +222,26 @@ class WeightAgreement:
 
     def agreed(self, command: Any, namespace: bytes, *, is_delta: bool) -> None:
         """An update of this router, or of the label alone, succeeded. `is_delta`: to the weights before."""
-        if name_of(command) == "update_weights":
-            self._updated(command, namespace, is_delta=is_delta)
-        elif self.last is None:
-            self.last = command
-        else:
-            self._relabel(self.last, command.version, command.order)
+        is_label = name_of(command) == "relabel"
+        if not is_label and not (is_delta and namespace == self._table.namespace):
+            # not the version in use, given again
+            before = self._updates if is_delta else ()
+            base = self._table.namespace if is_delta else b""
+            # tensors of a group come once
+            comes_again = folder_of(command) and len(before) <= MOST_DELTAS
+            self._updates = (*before, _Update(command, base, namespace)) if comes_again else ()
+        self._relabel(command.version, command.order)
         # after a new label alone the router that updates the others is still another one
-        self._followed = self._followed and name_of(command) == "relabel"
+        self._followed = self._followed and is_label
         self._table.namespace = namespace
         self._table.weight_version, self._table.weight_order = command.version, command.order
 
-    def _updated(self, command: Any, namespace: bytes, *, is_delta: bool) -> None:
-        if is_delta and namespace == self._table.namespace:
-            # the version in use was given again
-            self._relabel(self.last or command, command.version, command.order)
-            return
-        before = self._updates if is_delta else ()
-        if not folder_of(command) or len(before) > MOST_DELTAS:
-            # tensors of a group come once
-            self._updates = ()
-            self.last = verb(Verbs.relabel, command.version, command.order)
-            return
-        base = self._table.namespace if is_delta else b""
-        self._updates = (*before, _Update(command, base, namespace))
-        self.last = command
-
-    def _relabel(self, last: Any, version: str, order: int) -> None:
-        self.last = msgspec.structs.replace(last, version=version, order=order)
+    def _relabel(self, version: str, order: int) -> None:
+        self.last = version, order
         if self._updates:
             *before, latest = self._updates
-            self._updates = (*before, msgspec.structs.replace(latest, command=self.last))
+            command = msgspec.structs.replace(latest.command, version=version, order=order)
+            self._updates = (*before, msgspec.structs.replace(latest, command=command))
 
     def lacking(self, namespace: bytes) -> tuple[_Update, ...] | None:
         """The updates that bring an instance from these weights to the others' weights; None: no update can."""
@@ -277,9 +265,6 @@ class WeightAgreement:
 
     def _follow(self, instance: InstanceHandle) -> None:
         """Another router updates the instances one after the other: adopt its weights once most have them."""
-        if self._is_earlier(instance):
-            self._let_wait(instance)
-            return
         up = self._table.up()
         have = [other.namespace for other in up]
         if self._table.namespace in have and 2 * have.count(instance.namespace) <= len(have):
@@ -290,7 +275,6 @@ class WeightAgreement:
         for other in up:
             if other.namespace == instance.namespace:
                 other.stands("alike")
-                other.changed = False
             elif not other.behind:
                 other.stands("behind")
 
@@ -310,7 +294,8 @@ class WeightAgreement:
         await self.quiet(1.0)
 
     def _spawn(self, instance: InstanceHandle, updates: tuple[_Update, ...]) -> None:
-        instance.stands("bringing")
+        instance.stands("catching_up" if instance.standing in MISSED else "bringing")
+        ours = {instance.namespace, *[update.namespace for update in updates]}
         task = self._loop.create_task(self._bring(instance, updates), name="fdasync-weights")
         self._tasks[instance] = task
 
@@ -319,8 +304,10 @@ class WeightAgreement:
             error = None if task.cancelled() else task.exception()
             if isinstance(error, Exception):
                 self._fail(error)
-            elif instance.peer.is_up and not self.held and instance.standing in ("alike", "behind", "bringing"):
+            elif instance.peer.is_up and not self.held and instance.standing not in ("asleep", "dropped", *OUT):
                 # it was lost and came back meanwhile, or has told of other weights
+                if instance.namespace not in ours:
+                    instance.stands("moved")
                 self.judge(instance)
 
         task.add_done_callback(ended)
@@ -344,7 +331,7 @@ class WeightAgreement:
         """Whether it came to this update, and may go on to the next. None: it refused, which it may."""
         command, last = update.command, self.last
         # a later update of this or another router ends the loop
-        while self.last is last and not self._has_all(instance):
+        while self.last == last and not self._has_all(instance):
             left_s = max(until - self._loop.time(), 0.0)
             reply, problem = None, ""
             try:
@@ -366,7 +353,6 @@ class WeightAgreement:
                         instance.came_to(has.namespace)
                     return True
                 if reply.error == "Asleep":
-                    instance.kept = True
                     instance.stands("asleep", _ASLEEP)
                     return False
                 if reply.error == "WeightsRejected" and may_fail:
@@ -375,9 +361,10 @@ class WeightAgreement:
                 problem = is_other if failure is None else str(error_of(instance.peer.name, failure))
             if left_s < _AGAIN_S or (reply is not None and reply.error != "UpdateUnderWay"):
                 problem = f"it has other weights, and did not come to version {command.version}: {problem}"
-                if instance.kept or (reply is not None and reply.error and not self._has_like(instance)):
+                kept = instance.standing == "catching_up"
+                if kept or (reply is not None and reply.error and not self._has_like(instance)):
                     # a trainer may have deleted the folder; without this instance no later update would help
-                    instance.stands("waits", f"{problem}; it gets no requests until it is updated")
+                    instance.stands("late" if kept else "waits", f"{problem}; it gets no requests until it is updated")
                 else:
                     self.drop(instance, problem)
                 return False

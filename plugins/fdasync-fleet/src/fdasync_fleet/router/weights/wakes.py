@@ -1,7 +1,7 @@
 """Wakes a router's instances; an instance out of reach is woken as soon as it is reached.
 
 The router remembers which parts of memory its callers want awake. An instance that did not get a wake, or failed to
-wake, owes it (`InstanceHandle.owes_wake`) and gets no requests. It is woken when there is a link to it, again and again
+wake, is unwoken (`InstanceHandle.memory`) and gets no requests. It is woken when there is a link to it, again and again
 until it is awake; where a call of `wake` had its reply, the caller has the error, and wakes it again. Instances that
 another router has put to sleep are left alone, unless they missed a wake of this one.
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from fdasync.errors import FdasyncError, WeightsBroken, WeightsRejected
 from fdasync.ipc.deadlines import wait_within
-from fdasync.request import MemoryPart, WakeTag, checked_tags
+from fdasync.request import MemoryPart, WakeTag
 from fdasync_fleet.messages import Reply
 from fdasync_fleet.router.instances import farthest
 from fdasync_fleet.verbs import Verbs, error_of, verb
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _PARTS: frozenset[WakeTag] = frozenset(get_args(MemoryPart))
 _ALL: frozenset[WakeTag] = frozenset(get_args(WakeTag))
 #: why an instance that did not wake with the others gets no requests
-OWES_WAKE = "it did not wake when this router's instances were woken, and gets no requests until it has"
+UNWOKEN = "it did not wake when this router's instances were woken, and gets no requests until it has"
 # errors of a wake whose memory came back, and whose dropped weights did not
 _NOT_LOADED = ("WeightsRejected", "WeightsBroken")
 # between two tries to wake an instance that is there
@@ -81,33 +81,24 @@ class Wakes:
                 self._woken = before
             raise
 
-    async def wake(self, tags: Any) -> Doing:
-        """Wake all instances, or parts of their memory; returns what the instance farthest from running does then.
-        Raises the first error, after all have replied. Cancelling stops the waiting."""
-        named: tuple[WakeTag, ...] = () if tags is None else checked_tags(tags)
-        self._woken |= frozenset(named) or _ALL
+    async def wake(self, tags: tuple[WakeTag, ...]) -> Doing:
+        """See `ControlPlane.wake`. `tags`: (): all."""
+        self._woken |= frozenset(tags) or _ALL
         for instance in self._table.instances.values():
-            instance.owes_wake = instance.owes_wake or not instance.peer.is_up
+            if not instance.peer.is_up:
+                instance.wakes("unwoken")
         asked = self._table.up()
-        verbs = [self._missed() if one.owes_wake else verb(Verbs.wake, named) for one in asked]
+        verbs = [self._missed() if one.memory == "unwoken" else verb(Verbs.wake, tags) for one in asked]
         # take each reply at once: taken later, it would tell of a time before the instance was brought its weights
-        results = await asyncio.gather(
-            *[self._wake_one(one, wake) for one, wake in zip(asked, verbs, strict=True)],
-            return_exceptions=True,
-        )
-        failed = []
-        for instance, result in zip(asked, results, strict=True):
-            if isinstance(result, FdasyncError):
-                failed.append((instance, result))
-            elif result is not None:
-                raise result
+        results = await asyncio.gather(*[self._wake_one(one, wake) for one, wake in zip(asked, verbs, strict=True)])
         for instance in asked:
             await self._agreement.quiet(self._limit_s, instance)
         # dropped weights that could not be loaded again do not count where this router has brought others
         errors = [
             error
-            for instance, error in failed
-            if not (isinstance(error, (WeightsRejected, WeightsBroken)) and instance.doing in ("running", "paused"))
+            for instance, error in zip(asked, results, strict=True)
+            if error is not None
+            and not (isinstance(error, (WeightsRejected, WeightsBroken)) and instance.doing in ("running", "paused"))
         ]
         if errors:
             raise errors[0]
@@ -127,37 +118,38 @@ class Wakes:
     def _took(self, instance: InstanceHandle, outcome: Reply | FdasyncError) -> FdasyncError | None:
         """Take the outcome of a wake; returns its error if it failed."""
         if not isinstance(outcome, Reply):
-            instance.owes_wake = True
+            instance.wakes("unwoken")
             self._again(instance)
             return outcome
         state, failure = outcome.standing.state, outcome.failure
         kind = "" if failure is None else failure.kind
-        slept = instance.owes_wake or instance.doing in ("asleep", "waking")
+        slept = instance.memory == "unwoken" or instance.doing in ("asleep", "waking")
         instance.was_told(state)
-        instance.owes_wake = failure is not None and state in ("asleep", "waking")
+        instance.wakes("unwoken" if failure is not None and state in ("asleep", "waking") else "as_told")
         if kind == "UpdateUnderWay" and slept:
             # the instance refused before it tried to wake
-            instance.owes_wake = True
+            instance.wakes("unwoken")
             self._again(instance)
         self._agreement.woke(instance, lacks_all=state == "waits_for_weights" or kind in _NOT_LOADED)
         return None if failure is None else error_of(instance.peer.name, failure)
 
-    # -- instances that owe a wake --------------------------------------------------------------------
+    # -- instances that are unwoken -------------------------------------------------------------------
 
     def joined(self, instance: InstanceHandle) -> None:
         """This router begins to use it: it has missed what the others were told."""
-        instance.owes_wake = bool(self._woken)
+        if self._woken:
+            instance.wakes("unwoken")
         self.on_up(instance)
 
     def on_up(self, instance: InstanceHandle) -> None:
         """There is a link to it."""
-        if instance.owes_wake and instance.peer.is_up:
+        if instance.memory == "unwoken" and instance.peer.is_up:
             self._again(instance)
 
     def on_status(self, instance: InstanceHandle) -> None:
         """It has told its status."""
         if instance.is_awake:
-            instance.owes_wake = False
+            instance.wakes("as_told")
             self._agreement.woke(instance, lacks_all=instance.said == "waits_for_weights")
 
     async def aclose(self) -> None:
@@ -188,8 +180,8 @@ class Wakes:
         """Wake it until it is awake, is lost again, or is to sleep on. Its link's end, and its next status, end the
         loop."""
         pause_s = _FIRST_AGAIN_S
-        while instance.owes_wake and instance.peer.is_up and self._woken:
+        while instance.memory == "unwoken" and instance.peer.is_up and self._woken:
             await self._wake_one(instance, self._missed())
-            if instance.owes_wake:
+            if instance.memory == "unwoken":
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LAST_AGAIN_S)
