@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.table import Table
+from rich.table import Column, Table
 
 from fdasync.cli.common.stdout import print_json
 from fdasync.runner.plugins import make_runner
@@ -43,7 +43,8 @@ def examine_model(config: EngineConfig, as_json: bool, console: Console) -> bool
     console.print(_facts(report))
     if report.kv_token_nbytes:
         console.print(_memory(report, config.max_running))
-    for note in report.notes:
+    told = [f"{what}: {count} modules by kernels on a GPU" for what, count in report.replaced.items()]
+    for note in (*report.notes, *told, *report.kept):
         console.print(f"[dim]- {note}[/]", highlight=False)
     if report.served:
         console.print("[green]would be served[/]; the engine checks the computation itself when it starts")
@@ -53,9 +54,8 @@ def examine_model(config: EngineConfig, as_json: bool, console: Console) -> bool
 
 
 def _facts(report: ModelReport) -> Table:
-    table = Table(title=f"fdasync doctor --model {report.model}", show_header=False)
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold")
+    columns = Column(overflow="fold"), Column(overflow="fold")
+    table = Table(*columns, title=f"fdasync doctor --model {report.model}", show_header=False)
     table.add_row("architecture", f"{report.family} ({report.model_class or 'no class'})")
     if report.num_hidden_layers:
         moe = f", {report.moe_layers} with {report.num_experts} experts, {report.top_k} a token"

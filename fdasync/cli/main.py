@@ -84,8 +84,8 @@ def cli() -> None:
 def doctor(as_json: bool, **options: Any) -> None:
     """Show what this machine has, and what is missing for what; with --model, whether that model would be served.
 
-    Tell of a model which class runs it, how much memory it takes at which context and concurrency, and which parts are
-    skipped, dequantised or refused. Only headers are read; it takes an engine's options.
+    Tell of a model which class runs it, its memory by context and concurrency, which parts are skipped, dequantised or
+    refused, and what kernels would replace on a GPU. Only headers are read; it takes an engine's options.
 
     Exit code 0: all is well. 1: something that every engine needs is missing, or the model would not be served, such as
     by so many processes (--tp). 2: the checkpoint or the options cannot be used.

@@ -32,6 +32,8 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
         device: that it would run on, for people.
         device_nbytes: memory of the device; 0: not known.
         notes: for people: parts that are skipped, dequantised or converted.
+        replaced: by kind, how many modules kernels replace on a GPU, if a proof at the start finds them alike.
+        kept: for people: modules that no kernel would replace, and why, a line each.
     """
 
     model: str
@@ -56,3 +58,5 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""
     device_nbytes: int = 0
     notes: tuple[str, ...] = ()
+    replaced: dict[str, int] = {}
+    kept: tuple[str, ...] = ()

@@ -35,6 +35,8 @@ SERVED = ModelReport(
     device="cuda:0",
     device_nbytes=1_400_000_000_000,
     notes=("FP8 dequantised to bfloat16: 45,000 tensors",),
+    replaced={"norms": 245, "routers": 58},
+    kept=("decoder layers are the library's own: DeepseekV3DecoderLayer is of no known kind",),
 )
 
 
@@ -57,6 +59,9 @@ def test_a_served_model_ends_with_0_and_shows_its_memory(monkeypatch: pytest.Mon
         "163,840 tokens",
         "cuda:0, 1,400.0 GB",
         "FP8 dequantised to bfloat16: 45,000 tensors",
+        "norms: 245 modules by kernels on a GPU",
+        "routers: 58 modules by kernels on a GPU",
+        "decoder layers are the library's own: DeepseekV3DecoderLayer is of no known kind",
         "would be served",
     ):
         assert words in said

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fdasync_transformers.fused.router_kinds import RouterKind, kind_of
+from fdasync_transformers.fused.known import kind_of
+from fdasync_transformers.fused.router_kinds import RouterKind
 from fdasync_transformers.model.families import mend
 from fdasync_transformers.model.moe_layers import find_experts
 from fdasync_transformers.model.probe import attention_layers

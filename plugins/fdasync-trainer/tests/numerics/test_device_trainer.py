@@ -18,10 +18,11 @@ from fdasync_trainer.numerics.gradients.norms import norm_gradient
 from fdasync_trainer.numerics.segments import HostSegments
 from fdasync_trainer.replay.force import find_routers, forced_routing
 from fdasync_trainer.replay.layout import Spans
-from fdasync_transformers.fused import experts_proof
+from fdasync_transformers.fused import experts
 from fdasync_transformers.fused.experts_interface import Description, run_experts
 from fdasync_transformers.fused.live_rows import LiveRows
-from fdasync_transformers.fused.norms import fuse_norms
+from fdasync_transformers.fused.norms import Norms
+from fdasync_transformers.fused.replacement import Differs, replace
 from fdasync_transformers.fused.routers import Record, fused_router
 from fdasync_transformers.model.kv import Reach
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
@@ -64,7 +65,7 @@ def qwen() -> Any:
 def test_norms(qwen: Any, by_form: bool) -> None:
     norm, rows = qwen.model.layers[0].input_layernorm, rows_of(qwen)
     wanted = grads(norm(rows), rows, norm.weight)
-    assert fuse_norms(norm, torch.float32, PLACE).names
+    assert replace(Norms(torch.float32, PLACE), norm).names
     kernel = vars(norm).pop("forward")
     form = norm_gradient(norm, torch.float32, PLACE)
     assert form is not None
@@ -89,7 +90,7 @@ def test_routers(family: str) -> None:
     inputs = (rows, *router.parameters())
     own = router(rows)
     kernels = fused_router(router, own[-1].shape[1], torch.float32, Record())
-    assert not isinstance(kernels, str)
+    assert not isinstance(kernels, Differs)
     with torch.no_grad():
         values = kernels(rows)
     router.forward = RouterForward(site, kernels)
@@ -162,7 +163,7 @@ def test_attention_of_padded_and_packed_rows(latent: bool) -> None:
 def few_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The interpreter takes ten seconds for the tiles of all regimes, of which `fused/test_experts.py` has tests."""
     if PLACE.type == "cpu":
-        monkeypatch.setattr(experts_proof, "_regimes", lambda _module, _k: ("", True))
+        monkeypatch.setattr(experts, "_tiles_of", lambda _: ())
     return
 
 

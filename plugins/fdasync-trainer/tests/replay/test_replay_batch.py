@@ -287,7 +287,7 @@ def test_a_router_that_is_not_called_is_noticed() -> None:
 
 
 def test_fused_and_compiled_and_wrapped_models_are_refused() -> None:
-    from fdasync_transformers.fused.router_kinds import kind_of
+    from fdasync_transformers.fused.known import kind_of
     from fdasync_transformers.fused.router_proof import RouterForm
     from fdasync_transformers.fused.routers import Record, make_forward
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from fdasync_transformers.fused import angles
-from fdasync_transformers.fused.angles import fuse_angles
+from fdasync_transformers.fused.angles import Angles
 from fdasync_transformers.fused.operations import fuse_operations
+from fdasync_transformers.fused.replacement import Replaced, replace
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -26,6 +27,10 @@ def build(kind: str = "default", dtype: torch.dtype = torch.bfloat16, family: st
     return make_tiny_model(family, **more).to(DEVICE, dtype)
 
 
+def fuse_angles(model: Any, dtype: torch.dtype = torch.bfloat16) -> Replaced:
+    return replace(Angles(dtype, DEVICE), model)
+
+
 def ask(module: Any, dtype: torch.dtype, positions: torch.Tensor) -> Any:
     with torch.inference_mode():
         return module(torch.empty(1, 1, dtype=dtype, device=DEVICE), positions.to(DEVICE))
@@ -40,7 +45,7 @@ def test_every_position_has_the_librarys_bits(kind: str, dtype: torch.dtype) -> 
     most = model.config.max_position_embeddings
     positions = torch.randperm(most, generator=torch.Generator().manual_seed(2))[None]
     before = ask(module, dtype, positions)
-    replaced = fuse_angles(model, dtype, DEVICE)
+    replaced = fuse_angles(model, dtype)
     assert replaced.names == ["model.rotary_emb"]
     for ours, library in zip(ask(module, dtype, positions), before, strict=True):
         assert ours.shape == library.shape
@@ -54,7 +59,7 @@ def test_every_position_has_the_librarys_bits(kind: str, dtype: torch.dtype) -> 
 def test_other_dtypes_and_batches_go_the_librarys_way() -> None:
     model = build()
     module = model.model.rotary_emb
-    fuse_angles(model, torch.bfloat16, DEVICE)
+    fuse_angles(model)
     assert ask(module, torch.float32, torch.arange(5)[None])[0].dtype is torch.float32
     assert ask(module, torch.bfloat16, torch.arange(10).view(2, 5))[0].shape[:2] == (2, 5)
 
@@ -63,12 +68,12 @@ def test_what_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind, reason in (("dynamic", "its kind dynamic"), ("longrope", "its kind longrope")):
         model = build()
         model.model.rotary_emb.rope_type = kind
-        assert reason in fuse_angles(model, torch.bfloat16, DEVICE).reasons["Qwen3MoeRotaryEmbedding"]
+        assert reason in fuse_angles(model).reasons["Qwen3MoeRotaryEmbedding"]
     model = build()
     monkeypatch.setattr(model.config, "get_text_config", object)
-    assert "how many positions" in fuse_angles(model, torch.bfloat16, DEVICE).reasons["Qwen3MoeRotaryEmbedding"]
+    assert "how many positions" in fuse_angles(model).reasons["Qwen3MoeRotaryEmbedding"]
     monkeypatch.setattr(angles, "_MOST_NBYTES", 100)
-    assert "are left for it" in fuse_angles(build(), torch.bfloat16, DEVICE).reasons["Qwen3MoeRotaryEmbedding"]
+    assert "are left for it" in fuse_angles(build()).reasons["Qwen3MoeRotaryEmbedding"]
 
 
 def test_a_module_that_looks_at_more_than_the_position_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +86,7 @@ def test_a_module_that_looks_at_more_than_the_position_is_left(monkeypatch: pyte
         return cos * position_ids.shape[1], sin
 
     monkeypatch.setattr(kind, "forward", forward)
-    replaced = fuse_angles(model, torch.bfloat16, DEVICE)
+    replaced = fuse_angles(model)
     assert not replaced.names
     assert "more than the position" in replaced.reasons[kind.__name__]
 
@@ -93,11 +98,11 @@ def test_logits_have_the_same_bits(family: str) -> None:
     model.set_experts_implementation("eager")
     with torch.inference_mode():
         before = model(ids, use_cache=False).logits
-        replaced = fuse_angles(model, torch.float32, DEVICE)
+        replaced = fuse_angles(model, torch.float32)
         after = model(ids, use_cache=False).logits
     assert replaced.names
     assert torch.equal(before, after)
 
 
 def test_the_notes_say_which_tables_there_are() -> None:
-    assert fuse_operations(build()).angles == ("model.rotary_emb",)
+    assert fuse_operations(build())[Angles].names == ["model.rotary_emb"]

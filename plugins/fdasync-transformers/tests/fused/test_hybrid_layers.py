@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from fdasync_transformers.fused.layers import hybrid
-from fdasync_transformers.fused.layers.fuse import fuse_layers
+from fdasync_transformers.fused.layers.fuse import Layers
 from fdasync_transformers.fused.live_rows import LiveRows
 from fdasync_transformers.fused.operations import fuse_operations
+from fdasync_transformers.fused.replacement import Replaced, replace
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 
 ON_GPU = torch.cuda.is_available()
@@ -19,6 +19,10 @@ ON_GPU = torch.cuda.is_available()
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def fuse_layers(model: Any, **how: Any) -> Replaced:
+    return replace(Layers(model, **how), model)
 
 
 def opened(family: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -39,7 +43,7 @@ def test_a_whole_layer_is_what_the_library_computes(family: str, dtype: torch.dt
         fuse_operations(model)
         fused = fuse_layers(model, live=live)
         assert fused.notes == ()
-        assert fused.indices == tuple(range(len(model.model.layers)))
+        assert sorted(fused.names) == [str(number) for number in range(len(model.model.layers))]
         # outside of a step it is the library's code
         plain = layer(hidden, position_embeddings=None)
         live.slots = torch.arange(7, device=model.device)
@@ -56,20 +60,19 @@ def test_a_layer_with_another_norm_keeps_the_library_s_code() -> None:
     norm = model.model.layers[1].post_attention_layernorm
     norm.forward = lambda x: x * 1.01
     fused = fuse_layers(model, live=LiveRows())
-    assert 1 not in fused.indices
+    assert "1" not in fused.names
     assert "decoder layers 1 are the library's own: its norms differ" in fused.notes
 
 
-def test_a_layer_with_another_second_half_keeps_the_library_s_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_with_another_second_half_keeps_the_library_s_code() -> None:
     model = opened("qwen3_next")
     block = model.model.layers[0].mlp
     own = block.forward
     block.forward = lambda x: own(x) * 1.5
-    reason = hybrid.prove(model, model.model.layers[0], LiveRows())
-    assert reason == "its second block differs"
+    assert fuse_layers(model, live=LiveRows()).reasons == {"0": "its second block differs"}
 
 
 def test_fixed_numerics_keep_the_library_s_code() -> None:
     fused = fuse_layers(opened("qwen3_next"))
-    assert fused.indices == ()
+    assert fused.names == []
     assert "of no known kind" in fused.notes[0]

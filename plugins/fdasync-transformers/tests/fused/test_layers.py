@@ -12,8 +12,9 @@ from fdasync_kernels.layer import finish, qkv
 from fdasync_transformers import TransformersRunner
 from fdasync_transformers.fixed.mode import FixedNumerics
 from fdasync_transformers.fused.layers import proof as layer_proof
-from fdasync_transformers.fused.layers.fuse import FusedLayers, fuse_layers
+from fdasync_transformers.fused.layers.fuse import Layers
 from fdasync_transformers.fused.operations import fuse_operations
+from fdasync_transformers.fused.replacement import Replaced, replace
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from parts_of_experts import use_parts
 from step_driver import Driver
@@ -36,6 +37,10 @@ FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_
 SOME = [pytest.param(one, marks=pytest.mark.nightly) for one in FAMILIES]
 
 
+def fuse_layers(model: Any, **how: Any) -> Replaced:
+    return replace(Layers(model, **how), model)
+
+
 def build(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     model = make_tiny_model(family, **overrides).to(PLACE, dtype)
     use_parts(model)
@@ -50,9 +55,9 @@ def run(model: Any) -> torch.Tensor:
 
 
 @pytest.fixture
-def fusing(monkeypatch: pytest.MonkeyPatch) -> list[FusedLayers]:
+def fusing(monkeypatch: pytest.MonkeyPatch) -> list[Replaced]:
     """Runners with kernels fuse the layers of their models; gets what was fused."""
-    found: list[FusedLayers] = []
+    found: list[Replaced] = []
     make = TransformersRunner._make_step_model
 
     def fuse_first(self: Any, model: Any, layout: Any, state: Any) -> Any:
@@ -81,34 +86,32 @@ def test_every_layer_is_proven(family: str, dtype: torch.dtype) -> None:
     before = run(model)
     fused = fuse_layers(model)
     assert fused.notes == ()
-    assert fused.indices == (0, 1)
+    assert fused.names == ["1", "0"]
     # a pass without paging is the library's own
     assert torch.equal(run(model), before)
 
 
 @pytest.mark.parametrize("family", SOME)
-async def test_a_fused_model_answers_as_the_path_of_cpus(
-    tmp_path: Path, family: str, fusing: list[FusedLayers]
-) -> None:
+async def test_a_fused_model_answers_as_the_path_of_cpus(tmp_path: Path, family: str, fusing: list[Replaced]) -> None:
     """Tokens and rows: decodes, chunks, late arrivals."""
     write_tiny_checkpoint(tmp_path, family)
     wanted = await answers(tmp_path, {"device": "cpu"})
     assert_same(await answers(tmp_path, DEVICE), wanted)
-    assert [one.indices for one in fusing] == [(0, 1, 2, 3)]
+    assert [sorted(one.names) for one in fusing] == [[*"0123"]]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-async def test_padding_and_chunks_as_decodes(tmp_path: Path, family: str, fusing: list[FusedLayers]) -> None:
+async def test_padding_and_chunks_as_decodes(tmp_path: Path, family: str, fusing: list[Replaced]) -> None:
     write_tiny_checkpoint(tmp_path, family)
     wanted = await answers(tmp_path, {"device": "cpu"})
     assert_same(await answers(tmp_path, DEVICE, tiled_tokens=(6, 16)), wanted)
     assert_same(await answers(tmp_path, DEVICE, flat_tokens=16), wanted)
-    assert [one.indices for one in fusing] == [(0, 1, 2, 3)] * 2
+    assert [sorted(one.names) for one in fusing] == [[*"0123"]] * 2
 
 
 @pytest.mark.nightly
-async def test_rows_of_layers_are_the_same(tmp_path: Path, fusing: list[FusedLayers]) -> None:
+async def test_rows_of_layers_are_the_same(tmp_path: Path, fusing: list[Replaced]) -> None:
     write_tiny_checkpoint(tmp_path, "glm4_moe")
     aux = {"aux": ("layer_norms", "routing_weights"), "self_check": False}
     seen = []
@@ -120,7 +123,7 @@ async def test_rows_of_layers_are_the_same(tmp_path: Path, fusing: list[FusedLay
             seen.append({name: driver.rows(one, name) for name in ("routing", "layer_norms", "routing_weights")})
         finally:
             await driver.close()
-    assert fusing[0].indices == (0, 1, 2, 3)
+    assert sorted(fusing[0].names) == [*"0123"]
     # the library leaves the order of the slots open in this family
     order = [one["routing"].argsort(-1) for one in seen]
     for name in ("routing", "routing_weights"):
@@ -130,7 +133,7 @@ async def test_rows_of_layers_are_the_same(tmp_path: Path, fusing: list[FusedLay
 
 
 @pytest.mark.nightly
-async def test_hidden_states_that_are_changed_between_layers(tmp_path: Path, fusing: list[FusedLayers]) -> None:
+async def test_hidden_states_that_are_changed_between_layers(tmp_path: Path, fusing: list[Replaced]) -> None:
     """A hook hands on another tensor: its norm is computed, and not the one that was handed on."""
     write_tiny_checkpoint(tmp_path, "qwen3_moe")
     tokens = []
@@ -145,7 +148,7 @@ async def test_hidden_states_that_are_changed_between_layers(tmp_path: Path, fus
             tokens.append(one.tokens)
         finally:
             await driver.close()
-    assert fusing[0].indices == (0, 1, 2, 3)
+    assert sorted(fusing[0].names) == [*"0123"]
     assert tokens[0] == tokens[1]
 
 
@@ -228,7 +231,7 @@ MORE: dict[str, Any] = {
 @pytest.mark.parametrize("biased", [False, True])
 def test_fixed_products_of_a_layer_run_past_the_modes(biased: bool) -> None:
     model = build("qwen3_moe", torch.bfloat16, num_hidden_layers=1, attention_bias=biased)
-    assert fuse_layers(model).indices == (0,)
+    assert fuse_layers(model).names == ["0"]
     layer: Any = model.model.layers[0]
     context = layer_proof._context(layer.forward, layer_proof.hidden_of(model, 1), _positions(1), pooled=True)
     block = _Block()
@@ -327,7 +330,7 @@ def test_a_layer_that_differs_keeps_the_librarys_code(why: str) -> None:
     CHANGES[why](layer)
     own = layer.__dict__.get("forward")
     fused = fuse_layers(model)
-    assert fused.indices == (0,)
+    assert fused.names == ["0"]
     assert fused.notes == (f"decoder layers 1 are the library's own: {why}",)
     assert layer.__dict__.get("forward") is own
     # the layer before it hands on no norm for it
@@ -342,7 +345,7 @@ def test_a_norm_that_differs_behind_the_last_layer() -> None:
 
 def test_a_gradient_is_refused_where_kernels_would_run() -> None:
     model = build("mixtral", num_hidden_layers=1)
-    assert fuse_layers(model).indices == (0,)
+    assert fuse_layers(model).names == ["0"]
     layer = model.model.layers[0]
     hidden = torch.zeros((1, 3, 32), device=PLACE)
     context = layer_proof._context(layer.forward, hidden, torch.arange(3, device=PLACE)[None], pooled=True)
@@ -356,7 +359,7 @@ def test_a_family_that_is_not_known_is_left_alone() -> None:
     model = make_tiny_model("phimoe")
     other = fuse_layers(model)
     assert not any("forward" in vars(module) for module in model.modules())
-    assert other.indices == ()
+    assert other.names == []
     assert other.notes == ("decoder layers are the library's own: PhimoeDecoderLayer is of no known kind",)
 
 
@@ -374,13 +377,13 @@ def test_with_fixed_numerics_layers_have_the_bits_of_their_operations(
 ) -> None:
     monkeypatch.setattr(layer_proof, "_EXACT_TRIALS", 1)
     model = build(family, torch.bfloat16, **_two_layers(family))
-    assert fuse_layers(model, exact=FixedNumerics).indices == ()  # norms of the library
+    assert fuse_layers(model, exact=FixedNumerics).names == []  # norms of the library
     fuse_operations(model)
     fused = fuse_layers(model, exact=FixedNumerics)
     if family == "olmoe":
         assert "norms over all heads" in fused.notes[0]
     else:
-        assert fused.indices == (0, 1)
+        assert fused.names == ["1", "0"]
 
 
 @pytest.mark.nightly
@@ -396,7 +399,7 @@ def test_a_last_bit_keeps_a_layer_unfused_with_fixed_numerics(monkeypatch: pytes
         return stream, normed
 
     monkeypatch.setattr(finish, "add_norm", moved)
-    assert fuse_layers(model).indices == (0, 1)
+    assert fuse_layers(model).names == ["1", "0"]
     notes = fuse_layers(build_again(model), exact=FixedNumerics).notes
     assert "other bits than its modules" in notes[0]
 

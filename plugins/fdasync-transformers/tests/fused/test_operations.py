@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from fdasync_transformers.fused.norms import fuse_norms
+from fdasync_transformers.fused.dense import Gates
+from fdasync_transformers.fused.modules import signature_of, steps_apart, twin_of
+from fdasync_transformers.fused.norms import Norms
 from fdasync_transformers.fused.operations import fuse_operations
-from fdasync_transformers.fused.replaced import signature_of, steps_apart, twin_of
+from fdasync_transformers.fused.replacement import replace
+from fdasync_transformers.fused.rotary import Rotary
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from torch.nn import functional
 
@@ -41,9 +44,7 @@ def test_narrow_dtypes_round_where_the_library_rounds(family):
     model = build(family, torch.bfloat16)
     before = run(model)
     fused = fuse_operations(model)
-    assert fused.norms
-    assert fused.rotary
-    assert fused.dense
+    assert all(each.names for each in (fused[Norms], fused[Rotary], fused[Gates]))
     # the order of the mean's sum may show once in thousands of values
     assert int((run(model) != before).sum()) <= before.numel() // 4
 
@@ -79,7 +80,7 @@ def test_new_weights_are_used():
                 torch.full_like(each.model.norm.weight, 0.5), requires_grad=False
             )
             each.model.layers[1].mlp.gate_proj.weight.mul_(2.0)
-    assert fused.norms
+    assert fused[Norms].names
     torch.testing.assert_close(run(model), run(other), rtol=1e-4, atol=1e-5)
 
 
@@ -125,7 +126,7 @@ def break_norm(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     kind = type(model.model.norm)
     plain = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, hidden: plain(self, hidden) * 1.01)
-    return "norm of Qwen3MoeRMSNorm is the library's own: it computes something else"
+    return "norms of Qwen3MoeRMSNorm are the library's own: it computes something else"
 
 
 def break_epsilon(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -140,7 +141,7 @@ def break_epsilon(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
             self.variance_epsilon = own
 
     monkeypatch.setattr(kind, "forward", forward)
-    return "norm of Qwen3MoeRMSNorm is the library's own: it computes something else"
+    return "norms of Qwen3MoeRMSNorm are the library's own: it computes something else"
 
 
 def break_gate(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -150,14 +151,14 @@ def break_gate(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
         "forward",
         lambda self, x: self.down_proj(functional.silu(self.gate_proj(x)).clamp(max=7) * self.up_proj(x)),
     )
-    return "gate of Qwen3MoeMLP is the library's own: it is no product of an activation known here"
+    return "gates of Qwen3MoeMLP are the library's own: it is no product of an activation known here"
 
 
 def break_gate_input(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     kind = type(model.model.layers[1].mlp)
     plain = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, x: plain(self, x * 2))
-    return "gate of Qwen3MoeMLP is the library's own: it does more than gate: its linears are handed something else"
+    return "gates of Qwen3MoeMLP are the library's own: it does more than gate: its linears are handed something else"
 
 
 def break_rotary(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -169,18 +170,18 @@ def break_rotary(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
         return q * 1.001, k
 
     monkeypatch.setitem(known, "apply_rotary_pos_emb", apply_rotary_pos_emb)
-    return "rotary embedding of Qwen3MoeAttention is the library's own: apply_rotary_pos_emb rotates in no style"
+    return "rotary embeddings of Qwen3MoeAttention are the library's own: apply_rotary_pos_emb rotates in no style"
 
 
 @pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     ("breaks", "part"),
     [
-        (break_norm, "norms"),
-        (break_gate_input, "dense"),
-        (break_rotary, "rotary"),
-        (break_epsilon, "norms"),
-        (break_gate, "dense"),
+        (break_norm, Norms),
+        (break_gate_input, Gates),
+        (break_rotary, Rotary),
+        (break_epsilon, Norms),
+        (break_gate, Gates),
     ],
 )
 def test_a_library_that_computes_otherwise_is_left_as_it_is(breaks, part, monkeypatch):
@@ -188,12 +189,30 @@ def test_a_library_that_computes_otherwise_is_left_as_it_is(breaks, part, monkey
     words = breaks(model, monkeypatch)
     before = run(model)
     fused = fuse_operations(model)
-    assert getattr(fused, part) == ()
-    assert sum(bool(names) for names in (fused.norms, fused.rotary, fused.dense)) == 2
-    notes = fused.notes
+    assert fused[part].names == []
+    assert sum(bool(each.names) for each in (fused[Norms], fused[Rotary], fused[Gates])) == 2
+    notes = [note for each in fused.values() for note in each.notes]
     assert len(notes) == 1, "one note of a class, not of a layer"
     assert notes[0].startswith(words)
     torch.testing.assert_close(run(model), before, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [1, 5])
+def test_dense_layers_that_differ_as_a_whole_are_the_librarys(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    """The activation is a known one; for rows of one number the library goes another way."""
+    model = build("qwen3_moe", num_hidden_layers=2)
+    kind = type(model.model.layers[1].mlp)
+    plain = kind.forward
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        found = plain(self, x)
+        return found * 1.01 if found.shape[-2] == wrong else found
+
+    monkeypatch.setattr(kind, "forward", forward)
+    replaced = replace(Gates(torch.float32, DEVICE), model)
+    assert replaced.names == []
+    assert replaced.reasons == {"Qwen3MoeMLP": "whole layers differ"}
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_a_norm_that_returns_another_dtype_is_left_alone(monkeypatch):
@@ -202,7 +221,7 @@ def test_a_norm_that_returns_another_dtype_is_left_alone(monkeypatch):
     plain = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, hidden: plain(self, hidden).double())
     # norms alone: no pass of this model works
-    replaced = fuse_norms(model, torch.float32, DEVICE)
+    replaced = replace(Norms(torch.float32, DEVICE), model)
     assert replaced.names == []
     assert replaced.reasons["Qwen3MoeRMSNorm"].startswith("returns torch.float64")
 
@@ -214,21 +233,16 @@ def test_a_forward_on_the_instance_stays():
     kept = model.model.norm.forward
     fused = fuse_operations(model)
     assert model.model.norm.forward is kept
-    assert "model.norm" not in fused.norms
-    assert "model.layers.0.self_attn" not in fused.rotary
-    assert [note.partition(": ")[2] for note in fused.notes] == ["it has a forward of its own already"] * 3
+    assert "model.norm" not in fused[Norms].names
+    assert "model.layers.0.self_attn" not in fused[Rotary].names
+    reasons = [why for each in fused.values() for why in each.reasons.values()]
+    assert reasons == ["it has a forward of its own already"] * 3
 
 
-def test_nothing_is_fused_where_no_kernel_runs(monkeypatch):
-    from fdasync_kernels import chip
-
-    model = build("qwen3_moe")
-    monkeypatch.setattr(chip, "runs_on", lambda _: False)
-    fused = fuse_operations(model)
-    assert fused.norms == fused.rotary == fused.dense == fused.angles == ()
-    assert "no kernels on" in fused.notes[0]
+def test_dtypes_without_kernels_are_left_alone():
     fused = fuse_operations(build("qwen3_moe", torch.float64))
-    assert len(fused.notes) == 1
+    assert not any(each.names for each in fused.values())
+    assert fused[Norms].notes == ("norms are the library's own: no kernels for torch.float64",)
 
 
 def test_the_random_state_stays():

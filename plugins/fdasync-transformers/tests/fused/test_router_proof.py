@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 import torch
-from fdasync_kernels.router.product import router_logits
-from fdasync_transformers.fused.router_kinds import RouterKind, kind_of
-from fdasync_transformers.fused.router_proof import Differs, prove
-from fdasync_transformers.fused.routers import choose
+from fdasync_kernels.router import product
+from fdasync_transformers.fused.known import kind_of
+from fdasync_transformers.fused.replacement import prove
+from fdasync_transformers.fused.router_proof import RouterForm
+from fdasync_transformers.fused.routers import Record, Routers
 from fdasync_transformers.model.moe_layers import find_experts
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
+
+if TYPE_CHECKING:
+    from fdasync_transformers.fused.router_kinds import RouterKind
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -28,19 +32,20 @@ def router_of(family: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Rou
     return module, kind, int(getattr(module, "top_k", None) or module.config.top_k_experts)
 
 
+def proven(module: Any, kind: RouterKind, k: int, dtype: torch.dtype = torch.float32) -> object:
+    """What a router is proven to return by a kind, or why not."""
+    routers = Routers(dtype, Record())
+    return prove(routers, routers.place(module, k)._replace(given=(kind, k, 0)))
+
+
 def passes(module: Any, kind: RouterKind, k: int, dtype: torch.dtype) -> bool:
-    try:
-        prove(module, kind, k, dtype, router_logits, choose)
-    except Differs:
-        return False
-    return True
+    return isinstance(proven(module, kind, k, dtype), RouterForm)
 
 
 def test_a_tensor_of_no_known_use_is_refused():
     module, kind, k = router_of("mixtral")
     module.register_buffer("more", torch.zeros(2))
-    with pytest.raises(Differs, match="has tensors of no known use: more"):
-        prove(module, kind, k, torch.float32, router_logits, choose)
+    assert str(proven(module, kind, k)) == "has tensors of no known use: more"
 
 
 SOFTMAX: list[dict[str, Any]] = [
@@ -124,18 +129,17 @@ def test_biases_come_back_when_a_proof_fails():
     assert torch.equal(module.e_score_correction_bias, before)
 
 
-def test_other_products_are_seen():
+def test_other_products_are_seen(monkeypatch):
     module, kind, k = router_of("qwen3_moe")
-
-    def product(x: torch.Tensor, weight: torch.Tensor, bias: Any, **how: Any) -> torch.Tensor:
-        return router_logits(x, weight, bias, **how) * (1 + 1e-4)
-
-    with pytest.raises(Differs, match="makes other logits than its weight does"):
-        prove(module, kind, k, torch.float32, product, choose)
+    honest = product.router_logits
+    monkeypatch.setattr(product, "router_logits", lambda *rows, **how: honest(*rows, **how) * (1 + 1e-4))
+    assert str(proven(module, kind, k)) == "makes other logits than its weight does"
 
 
 def test_a_class_of_the_table_that_changed_has_no_kind():
-    module, _, _ = router_of("deepseek_v3")
+    module, _, k = router_of("deepseek_v3")
+    del module.weight
+    assert "is not built as it was" in Routers(torch.float32, Record()).place(module, k).refusal
     del module.num_group
     assert "is not built as it was" in str(kind_of(module))
     assert kind_of(torch.nn.Linear(2, 2)) == "is of no known kind"

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from fdasync_transformers.fused.layers import linears
-from fdasync_transformers.fused.layers.linears import prove_linears
+from fdasync_transformers.fused.layers.linears import KeptLinears
 from fdasync_transformers.fused.layers.merged import merge_linears
+from fdasync_transformers.fused.replacement import Differs, replace
 from fdasync_transformers.model.kept.forms import FP8
 from fdasync_transformers.model.kept.kept import Kept
 from fdasync_transformers.model.kept.linears import KeptLinear, keep_linears, kept_product, kept_weight, linears_of
@@ -59,7 +60,7 @@ def test_kernels_take_over_when_they_were_proven(bias: bool) -> None:
         weight = FP8.dequantised(kept_weight(layer).values, kept_weight(layer).scales)
         assert torch.equal(found, torch.nn.functional.linear(rows, weight, layer.bias))
         assert not layer.proven
-    assert prove_linears(model) == (3, "")
+    assert len(replace(KeptLinears(), model).names) == 3
     for layer, found in zip(layers_of(model), wanted, strict=True):
         assert layer.proven
         assert float((layer(rows) - found).float().norm()) <= 1e-2 * float(found.float().norm())
@@ -71,7 +72,7 @@ def test_kernels_take_over_when_they_were_proven(bias: bool) -> None:
         assert torch.equal(first(rows), 2 * before)
 
 
-def test_a_layer_that_differs_leaves_all_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_differs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     honest = linears.kept_product
 
@@ -79,12 +80,10 @@ def test_a_layer_that_differs_leaves_all_to_the_library(monkeypatch: pytest.Monk
         return honest(rows, weight, bias, proven=proven) * (1.05 if proven and len(weight) == 40 else 1)
 
     monkeypatch.setattr(linears, "kept_product", wrong)
-    count, problem = prove_linears(model)
-    assert count == 3
+    done = replace(KeptLinears(), model)
+    assert done.names == []
+    (problem,) = done.reasons.values()
     assert re.fullmatch(r"model.layers.2.proj gives other results \(\d.\de-02 of their size, at 1 rows\)", problem)
-    assert not any(layer.proven for layer in layers_of(model))
-    monkeypatch.undo()
-    assert prove_linears(build(), lambda reason: reason or "rank 1 has another")[1] == "rank 1 has another"
 
 
 @torch.no_grad()
@@ -96,7 +95,6 @@ def test_several_are_one_product(bias: bool) -> None:
     wanted = torch.cat([layer(rows) for layer in parts], -1)
     held = [(kept_weight(layer).values.clone(), kept_weight(layer).scales.clone()) for layer in parts]
     merged = merge_linears(parts)
-    assert not isinstance(merged, str)
     assert isinstance(merged.weight, Kept)
     assert torch.equal(kept_product(rows, merged.weight, merged.bias, proven=False), wanted)
     for layer, (values, scales) in zip(parts, held, strict=True):
@@ -107,13 +105,13 @@ def test_several_are_one_product(bias: bool) -> None:
     found = kept_product(rows, merged.weight, None, proven=False)
     assert torch.equal(found[:, 256:384], torch.nn.functional.linear(rows, kept_weight(parts[1])[:]))
     again = merge_linears(parts)
-    assert not isinstance(again, str)
     assert again.weight.data_ptr() == merged.weight.data_ptr()
 
 
 def test_parts_that_end_within_a_block_are_not_merged() -> None:
     parts = layers_of(build((256, 40, 128)))
-    assert merge_linears(parts) == "its projections end within blocks of 128 rows that share a scale"
+    with pytest.raises(Differs, match="its projections end within blocks of 128 rows that share a scale"):
+        merge_linears(parts)
 
 
 def test_which_layers_of_a_model_could_stay() -> None:
@@ -144,7 +142,6 @@ def test_in_one_memory_the_parts_lie_where_they_are_merged(stored: bool) -> None
     for layer in model.model.layers:
         attention = layer.self_attn
         merged = merge_linears([attention.q_proj, attention.k_proj, attention.v_proj])
-        assert not isinstance(merged, str)
         assert merged.bias is not None
         for whole in (merged.weight, merged.bias, getattr(merged.weight, "scales", merged.bias)):
             assert first <= whole.data_ptr() < end

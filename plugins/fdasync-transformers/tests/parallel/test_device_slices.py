@@ -13,10 +13,12 @@ import pytest
 import torch
 from device_rollout import device_rollout_logits
 from fdasync_trainer import fixed_numerics
-from fdasync_transformers.fused import experts_interface, experts_proof
-from fdasync_transformers.fused.experts_interface import fused_experts
-from fdasync_transformers.fused.experts_proof import compare
+from fdasync_transformers.fused import experts as fused_layers
+from fdasync_transformers.fused import experts_interface
+from fdasync_transformers.fused.experts import Experts
+from fdasync_transformers.fused.experts_interface import Description, fused_experts
 from fdasync_transformers.fused.live_rows import LiveRows
+from fdasync_transformers.fused.replacement import prove
 from fdasync_transformers.parallel.slices import Slices, _Rows, _Sum
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from ordered_dot import walk_in_order
@@ -50,7 +52,7 @@ def trainers(model: Any, sequences: list[torch.Tensor], slices: int) -> torch.Te
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
 def test_one_process_two_ranks_and_a_trainer_have_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # tiles of all regimes are tried by `fused/test_experts.py`
-    monkeypatch.setattr(experts_proof, "_regimes", lambda _module, _k: ("", True))
+    monkeypatch.setattr(fused_layers, "_tiles_of", lambda _: ())
     walk_in_order(monkeypatch)
     # a chunk, and a decode behind it
     sequences = drawn((5,))
@@ -94,7 +96,9 @@ def test_experts_compute_their_slices_at_once_as_they_do_one_by_one(monkeypatch:
     rows = hidden, ids, torch.rand((3, 2), generator=generator).to(PLACE)
     with torch.inference_mode():
         whole = experts(*rows)
-        assert compare(experts, 2, LiveRows(), None) == ""
+        monkeypatch.setattr(fused_layers, "_tiles_of", lambda _: ())
+        replacement = Experts(LiveRows())
+        assert isinstance(prove(replacement, replacement.place(experts, 2)), Description)
         planned.attach(model, None, kernels=True)
         one_by_one = experts(*rows)
         monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "sliced_for_a_test", fused_experts)

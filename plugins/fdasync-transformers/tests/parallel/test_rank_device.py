@@ -12,6 +12,7 @@ from device_path import make_small_checkpoint
 from fdasync_kernels.collectives.digest import PARTS
 from fdasync_transformers import make_random_checkpoint
 from fdasync_transformers.fused.recurrent import flat
+from fdasync_transformers.fused.replacement import Differs
 from fdasync_transformers.parallel.collectives import HostCollectives
 from fdasync_transformers.parallel.on_device import StepEnds
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
@@ -110,9 +111,12 @@ def test_ranks_keep_the_library_s_recurrent_layers_where_one_of_them_does(
         tmp_path, "qwen3_next", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]
     )
 
+    def other_units(*_: Any) -> None:
+        raise Differs("it has other units")
+
     async def opened(exchange: Exchange) -> tuple[set[str], list[str]]:
         if exchange.rank:
-            monkeypatch.setattr(flat, "difference", lambda *_: "it has other units")
+            monkeypatch.setattr(flat, "check_net", other_units)
         driver = await Driver.open(
             tmp_path, config={**DEVICE, "fused_router": False, "cuda_graphs": False}, exchange=exchange
         )

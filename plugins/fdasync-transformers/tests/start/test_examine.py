@@ -67,6 +67,55 @@ async def test_a_report_says_what_loading_finds(tmp_path: Path, family: str) -> 
     await driver.close()
 
 
+FORESEEN: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
+    "qwen3_moe": (
+        {
+            "decoder layers": 4,
+            "rotary embeddings": 4,
+            "tables of angles": 1,
+            "norms": 17,
+            "gates": 1,
+            "experts": 3,
+            "routers": 3,
+        },
+        (),
+    ),
+    "qwen3_next": (
+        {
+            "decoder layers": 4,
+            "rotary embeddings": 1,
+            "tables of angles": 1,
+            "norms": 11,
+            "gates": 4,
+            "experts": 4,
+            "routers": 4,
+            "gated delta nets": 3,
+        },
+        ("norms of Qwen3NextRMSNormGated are the library's own: it takes more than rows",),
+    ),
+    "dbrx": (
+        {"rotary embeddings": 4, "tables of angles": 1},
+        (
+            "decoder layers are the library's own: what holds them is of no known kind",
+            "experts are the library's own: layer 0 (DbrxExperts) does not take the library's experts interface",
+            "routers of layers 0, 1, 2, 3 are the library's own:"
+            " DbrxRouter makes logits, and the block around it chooses",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FORESEEN)
+def test_a_report_says_what_kernels_would_replace_and_what_not(tmp_path: Path, family: str) -> None:
+    """`checks/operations.py` holds the same search against what is fused."""
+    make_tiny_checkpoint(tmp_path, family)
+    report = report_of(tmp_path)
+    assert (report.replaced, report.kept) == FORESEEN[family]
+    chosen = report_of(tmp_path, experts="eager", fused_router=False, fused_layers=False)
+    assert chosen.replaced.keys() <= {"gated delta nets"}
+    assert report_of(tmp_path, kernels="torch").replaced == {}
+
+
 @pytest.mark.ci(after=2)
 @pytest.mark.parametrize("family", [name for name, entry in FAMILIES.items() if entry.refused])
 def test_a_refusal_is_told_without_weights(tmp_path: Path, family: str) -> None:

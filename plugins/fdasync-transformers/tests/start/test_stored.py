@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fdasync_transformers.fused.experts import FusedExperts
+from fdasync_transformers.fused.experts import Experts
+from fdasync_transformers.fused.replacement import Replaced
 from fdasync_transformers.parallel.cuts import Cut
 from fdasync_transformers.start import fuse as fusing
 from fdasync_transformers.start import runner_config, stored
@@ -178,7 +179,7 @@ def test_a_report_counts_the_bytes_that_stay(tmp_path: Path, kind: str, share: f
 
 async def test_experts_that_cannot_be_fused_end_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is nothing else that reads such weights."""
-    monkeypatch.setattr(fusing, "fuse_experts", lambda *_: FusedExperts(False, ("layer 0 has no gate",)))
+    monkeypatch.setattr(fusing, "fuse_experts", lambda *_: Replaced(Experts, reasons={"": "layer 0 has no gate"}))
     opened = runner(make(tmp_path), {"self_check": False, "num_threads": 1}, max_context_tokens=64, num_blocks=8)
     with pytest.raises(ConfigError, match="layer 0 has no gate") as error:
         await opened.open()

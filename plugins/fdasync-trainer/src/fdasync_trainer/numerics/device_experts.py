@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from fdasync_transformers.fused.experts_interface import run_experts
-from fdasync_transformers.fused.replaced import past_modes
+from fdasync_transformers.fused.modules import past_modes
 from fdasync_transformers.model.moe_layers import fits_grouped_product
 from transformers.integrations.moe import (
     ALL_EXPERTS_FUNCTIONS,

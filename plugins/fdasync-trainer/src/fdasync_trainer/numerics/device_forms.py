@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from fdasync_kernels.chip import runs_on
 from fdasync_kernels.limits import FLOATS
-from fdasync_transformers.fused.experts_proof import compare
+from fdasync_transformers.fused.experts import Experts
+from fdasync_transformers.fused.known import kind_of
 from fdasync_transformers.fused.live_rows import LiveRows
-from fdasync_transformers.fused.norms import epsilon, fuse_norms
-from fdasync_transformers.fused.proofs import guarded
-from fdasync_transformers.fused.replaced import past_modes, signature_of, text_modules
-from fdasync_transformers.fused.router_kinds import kind_of
+from fdasync_transformers.fused.modules import past_modes, signature_of, text_modules
+from fdasync_transformers.fused.norms import Norms, epsilon
+from fdasync_transformers.fused.replacement import Differs, prove, replace
 from fdasync_transformers.fused.routers import Record, fused_router
 from fdasync_transformers.model.moe_layers import find_experts
 from fdasync_transformers.model.not_copied import NotCopied
@@ -209,7 +209,7 @@ class _Finder(NotCopied):
         self._device = model.device
         self._dtype: torch.dtype | None = None
         self._seen: set[tuple[str, torch.nn.Module]] = set()
-        self._classes: set[type] = set()
+        self._experts = Experts(LiveRows())
         self._gradients: dict[Hashable, Form | None] = {}
 
     def embedded(self, _module: torch.nn.Module, _args: Any, output: torch.Tensor) -> None:
@@ -220,7 +220,7 @@ class _Finder(NotCopied):
         if not self._first("norm", module) or self._dtype not in FLOATS:
             return
         assert self._dtype is not None
-        if fuse_norms(module, self._dtype, self._device).names:
+        if replace(Norms(self._dtype, self._device), module).names:
             kernel, key = vars(module).pop("forward"), signature_of(module)
             if key not in self._gradients:
                 self._gradients[key] = norm_gradient(module, self._dtype, self._device)
@@ -233,7 +233,7 @@ class _Finder(NotCopied):
         if not self._first("router", module) or self._dtype is None or len(ids) != 1:
             return
         kernels = fused_router(module, ids[0].shape[-1], self._dtype, Record())
-        if not isinstance(kernels, str):
+        if not isinstance(kernels, Differs):
             kind = kind_of(module)
             plain = not isinstance(kind, str) and kind.prepare is None and not kind.probabilities
             self._forms.attributes.append((module, "forward", RouterForward(site, kernels, plain=plain)))
@@ -241,11 +241,9 @@ class _Finder(NotCopied):
     def experts(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if not self._first("experts", module) or len(args) < 2:
             return
-        told: list[str] | None = None if type(module) in self._classes else []
-        self._classes.add(type(module))
-        problem = guarded(partial(compare, module, args[1].shape[-1], LiveRows(), told), str)
-        described = vars(module).pop("fd_experts", None)
-        if not problem:
+        described = prove(self._experts, self._experts.place(module, args[1].shape[-1]))
+        vars(module).pop("fd_experts", None)
+        if not isinstance(described, Differs):
             self.fused_experts += 1
             self._forms.attributes.append((module, "fd_experts", described))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from fdasync_kernels.attention.packed import PackedLayout, attend_packed
-from fdasync_transformers.fused.replaced import past_modes
+from fdasync_transformers.fused.modules import past_modes
 
 from fdasync_trainer.numerics.segments import Segments
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fdasync_transformers.fused.replaced import past_modes
+from fdasync_transformers.fused.modules import past_modes
 from fdasync_transformers.model.attention import (
     NOT_DONE,
     LatentCatcher,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fdasync_trainer.numerics.gradients.recomputed import recomputed, with_parameters
 from fdasync_transformers.fixed.mode import FixedNumerics
-from fdasync_transformers.fused.replaced import past_modes
+from fdasync_transformers.fused.modules import past_modes
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint

@@ -24,8 +24,8 @@ from fdasync_transformers.execution.drafts.mtp_passes import DeviceMtp
 from fdasync_transformers.execution.states.plan import Spanned, plan_states
 from fdasync_transformers.execution.step import StepModel
 from fdasync_transformers.execution.triton_paging import DeviceBatch, TritonPaging, Workspaces
-from fdasync_transformers.fused.proofs import alone
 from fdasync_transformers.fused.recurrent.flat import FlatSteps
+from fdasync_transformers.fused.replacement import alone
 from fdasync_transformers.model.attention import LatentCatcher, StepContext
 from fdasync_transformers.mtp.head import head_of
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fdasync.runner.chosen import LentRun
     from fdasync.runner.input_batch import Batch, InputBatch
     from fdasync_transformers.fused.live_rows import LiveRows
-    from fdasync_transformers.fused.proofs import Agree
+    from fdasync_transformers.fused.replacement import Agree
     from fdasync_transformers.model.kv import KVLayout, KVPool
     from fdasync_transformers.model.recurrent.pieces import Take
     from fdasync_transformers.model.recurrent.states import StateLayout

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from fdasync_kernels.layer.angles import angles_at
 
-from fdasync_transformers.fused.proofs import guarded
-from fdasync_transformers.fused.replaced import Replaced, text_modules
+from fdasync_transformers.fused.modules import OWN_FORWARD, text_modules
+from fdasync_transformers.fused.replacement import Differs, Operation, Place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from fdasync_transformers.fused.replacement import Case
 
 _NAME = "RotaryEmbedding"
 # kinds of the library whose frequencies are made once
@@ -28,41 +30,65 @@ _MOST_NBYTES = 64 << 20
 _AT_ONCE = 4096
 
 
-def fuse_angles(model: Any, dtype: torch.dtype, device: torch.device) -> Replaced:
-    """Replace these modules of a model, in place. Waits for the device.
+class Angles(Operation[torch.Tensor]):
+    """Modules that compute cosines and sines, by a table [positions, 2 columns] of the dtype: cosines, then sines.
+    Positions past the config's most get NaN."""
 
-    Args:
-        model: in inference, with its weights on `device`; the config of its text half says how many positions it has.
-        dtype: of the hidden states, and of the tables; others go the library's way.
+    what, which = "tables of angles", "tables of angles of"
 
-    Returns:
-        The replaced modules. Positions past the config's most get NaN.
-    """
-    replaced = Replaced()
-    left = _MOST_NBYTES
-    positions: Any = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    for name, module in text_modules(model):
-        kind = type(module).__name__
-        if _NAME not in kind:
-            continue
-        reason = _unknown(module)
-        if not reason and (not isinstance(positions, int) or positions < 1):
-            reason = "the config does not say how many positions there are"
-        if not reason:
-            made = guarded(partial(_table, module, positions, dtype, device, left), lambda reason: reason)
-            if isinstance(made, torch.Tensor):
-                left -= made.nbytes
-                replaced.put(name, module, _forward(module, made, dtype))
-                continue
-            reason = made
-        replaced.leave(kind, reason)
-    return replaced
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self._left = _MOST_NBYTES
+
+    def finds(self, model: Any) -> Iterator[Place]:
+        positions: Any = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        for name, module in text_modules(model):
+            kind = type(module).__name__
+            if _NAME in kind:
+                yield Place(name, module, kind, refusal=_refusal(module, positions), given=positions)
+
+    def candidates(self, place: Place) -> Iterator[torch.Tensor]:
+        positions = place.given
+        first = self._ask(place.module, torch.arange(1, device=self.device))
+        nbytes = positions * first.numel() * first.element_size()
+        if nbytes > self._left:
+            raise Differs(
+                f"a table of {positions} positions takes {nbytes >> 20} MiB, and {self._left >> 20} are left for it"
+            )
+        table = torch.empty((positions, first.shape[1]), dtype=self.dtype, device=self.device)
+        for begin in range(0, positions, _AT_ONCE):
+            numbers = torch.arange(begin, min(begin + _AT_ONCE, positions), device=self.device)
+            table[begin : begin + len(numbers)] = self._ask(place.module, numbers)
+        yield table
+
+    def cases(self, place: Place) -> list[Case[torch.Tensor]]:
+        """The answer may depend on the position alone: as few, in another order, and after the largest."""
+        last = torch.tensor([place.given - 1])
+        some = torch.randperm(place.given, generator=torch.Generator().manual_seed(0))[:7]
+        return [partial(self._compare, place.module, numbers.to(self.device)) for numbers in (last, some)]
+
+    def put(self, place: Place, candidate: torch.Tensor) -> None:
+        self._left -= candidate.nbytes
+        place.module.forward = _forward(place.module, candidate, self.dtype)
+
+    def _compare(self, module: Any, numbers: torch.Tensor, table: torch.Tensor) -> None:
+        if not torch.equal(angles_at(table, numbers), self._ask(module, numbers)):
+            raise Differs("its answers depend on more than the position")
+
+    def _ask(self, module: Any, numbers: torch.Tensor) -> torch.Tensor:
+        """The library's cosines and sines of positions: [n, 2 columns]."""
+        like = torch.empty(1, 1, dtype=self.dtype, device=self.device)
+        answer = type(module).forward(module, like, numbers[None])
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise Differs("it does not return cosines and sines")
+        if any(each.dtype is not self.dtype or each.dim() != 3 or each.shape != answer[0].shape for each in answer):
+            raise Differs("it returns other shapes or dtypes than the layers' own")
+        return torch.cat(answer, dim=-1)[0]
 
 
-def _unknown(module: torch.nn.Module) -> str:
-    """Why a module is not even tried; "" if it is."""
+def _refusal(module: torch.nn.Module, positions: Any) -> str:
     if "forward" in vars(module):
-        return "it has a forward of its own already"
+        return OWN_FORWARD
     if [*inspect.signature(type(module).forward).parameters] != ["self", "x", "position_ids"]:
         return "it takes more than rows and positions"
     if [*module.parameters(), *module.children()]:
@@ -70,42 +96,9 @@ def _unknown(module: torch.nn.Module) -> str:
     rope_type = getattr(module, "rope_type", None)
     if rope_type not in _FIXED:
         return f"its kind {rope_type} is none of {', '.join(_FIXED)}"
+    if not isinstance(positions, int) or positions < 1:
+        return "the config does not say how many positions there are"
     return ""
-
-
-@torch.inference_mode()
-def _table(module: Any, positions: int, dtype: torch.dtype, device: torch.device, most: int) -> torch.Tensor | str:
-    """[positions, 2 columns] in the dtype: cosines, then sines; or why there is none."""
-    library = type(module).forward
-    like = torch.empty(1, 1, dtype=dtype, device=device)
-
-    def ask(numbers: torch.Tensor) -> Any:
-        answer = library(module, like, numbers[None])
-        if not isinstance(answer, tuple) or len(answer) != 2:
-            return "it does not return cosines and sines"
-        if any(each.dtype is not dtype or each.dim() != 3 or each.shape != answer[0].shape for each in answer):
-            return "it returns other shapes or dtypes than the layers' own"
-        return torch.cat(answer, dim=-1)[0]
-
-    first = ask(torch.arange(1, device=device))
-    if isinstance(first, str):
-        return first
-    nbytes = positions * first.numel() * first.element_size()
-    if nbytes > most:
-        return f"a table of {positions} positions takes {nbytes >> 20} MiB, and {most >> 20} are left for it"
-    table = torch.empty((positions, first.shape[1]), dtype=dtype, device=device)
-    for begin in range(0, positions, _AT_ONCE):
-        numbers = torch.arange(begin, min(begin + _AT_ONCE, positions), device=device)
-        table[begin : begin + len(numbers)] = ask(numbers)
-    # the answer may depend on the position alone: as few, in another order, and after the largest
-    for some in (
-        torch.tensor([positions - 1]),
-        torch.randperm(positions, generator=torch.Generator().manual_seed(0))[:7],
-    ):
-        numbers = some.to(device)
-        if not torch.equal(angles_at(table, numbers), ask(numbers)):
-            return "its answers depend on more than the position"
-    return table
 
 
 def _forward(module: Any, table: torch.Tensor, dtype: torch.dtype) -> Callable[..., Any]:

@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from fdasync_kernels.layer.gate import KINDS, gated_unchecked
 
-from fdasync_transformers.fused.proofs import alone, guarded
-from fdasync_transformers.fused.replaced import (
+from fdasync_transformers.fused.modules import (
+    OWN_FORWARD,
     Noise,
-    Replaced,
+    check_kind,
     refuse_gradient,
-    shape_difference,
     signature_of,
     takes_one,
     text_modules,
     twin_of,
 )
+from fdasync_transformers.fused.replacement import Differs, Operation, Place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Iterator
 
-    from fdasync_transformers.fused.proofs import Agree
+    from fdasync_transformers.fused.replacement import Case
 
     Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -40,7 +40,7 @@ _MOST_DIFFERING = 0.01
 _SMALLEST, _LARGEST = 2.0**-40, 2.0**40
 
 
-class _Linears(NamedTuple):
+class Linears(NamedTuple):
     """Names of a layer's linears; `up` is "" where the gate's linear has both, the gate first."""
 
     gate: str
@@ -48,19 +48,19 @@ class _Linears(NamedTuple):
     down: str
 
 
-class _Activation(NamedTuple):
+class Activation(NamedTuple):
     """The kernel's activation: the number of its kind, and whether its result is left unrounded."""
 
     kind: int
     wide: bool
 
 
-_ACTIVATIONS = tuple(_Activation(kind, wide) for wide in (False, True) for kind in KINDS.values())
+_ACTIVATIONS = tuple(Activation(kind, wide) for wide in (False, True) for kind in KINDS.values())
 _LAYOUTS = (
-    _Linears("gate_proj", "up_proj", "down_proj"),
-    _Linears("w1", "w3", "w2"),
-    _Linears("gate_up_proj", "", "down_proj"),
-    _Linears("input_linear", "", "output_linear"),
+    Linears("gate_proj", "up_proj", "down_proj"),
+    Linears("w1", "w3", "w2"),
+    Linears("gate_up_proj", "", "down_proj"),
+    Linears("input_linear", "", "output_linear"),
 )
 
 
@@ -74,89 +74,67 @@ class _Given(torch.nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         given, value = self._pair
         if rows is not given:
-            raise RuntimeError("its linears are handed something else than its input")
+            raise Differs("it does more than gate: its linears are handed something else than its input")
         return value
 
 
-def fuse_dense(model: torch.nn.Module, dtype: torch.dtype, device: torch.device, agree: Agree = alone) -> Replaced:
-    """Replace the forwards of gated dense layers whose results the kernel keeps, in place; waits for the device.
+class Gates(Operation[Activation]):
+    """Gated dense layers, by the kernel's activation. Replaced ones raise RunnerError where a gradient is asked for.
 
     The linears stay the library's, and are called as before. On a device results are equal to the last bit; where the
     kernels are interpreted they may differ in the last places, as exponentials are numpy's there.
-
-    Args:
-        model: in inference.
-        dtype: of the activations.
-        device: of the weights.
-        agree: what the ranks of a group make of a reason to keep a layer; each of them proves its parts.
-
-    Returns:
-        The replaced modules. They raise RunnerError where a gradient is asked for.
     """
-    replaced = Replaced()
-    proofs: dict[Hashable, tuple[_Activation | None, str]] = {}
-    for name, module in text_modules(model):
-        linears = _linears_of(module)
-        if linears is None:
-            continue
-        kind = type(module).__name__
-        if "forward" in vars(module):
-            replaced.leave(kind, "it has a forward of its own already")
-            continue
-        if not takes_one(module):
-            replaced.leave(kind, "it takes more than rows")
-            continue
-        key = signature_of(module)
-        if key not in proofs:
-            proven, why = guarded(partial(_prove, module, linears, dtype, device), lambda reason: (None, reason))
-            problem = agree(why)
-            proofs[key] = (None, problem) if problem else (proven, "")
-        activation, reason = proofs[key]
-        if activation is None:
-            replaced.leave(kind, reason)
-        else:
-            replaced.put(name, module, _fused(module, linears, activation))
-    return replaced
+
+    what, which = "gates", "gates of"
+
+    def finds(self, model: Any) -> Iterator[Place]:
+        for name, module in text_modules(model):
+            linears = _linears_of(module)
+            if linears is not None:
+                refusal = "" if takes_one(module) else "it takes more than rows"
+                refusal = OWN_FORWARD if "forward" in vars(module) else refusal
+                kind, key = type(module).__name__, signature_of(module)
+                yield Place(name, module, kind, refusal=refusal, key=key, given=linears)
+
+    def candidates(self, place: Place) -> tuple[Activation, ...]:
+        del place
+        return _ACTIVATIONS
+
+    def cases(self, place: Place) -> list[Case[Activation]]:
+        module, linears = place.module, place.given
+        gate, up = _gates(self.dtype, self.device)
+        noise = Noise(self.device)
+        rows = noise.normal(1, 1, dtype=self.dtype)
+        both = torch.cat([gate, up], dim=-1)
+        given = {linears.gate: _Given(rows, gate if linears.up else both)}
+        if linears.up:
+            given[linears.up] = _Given(rows, up)
+        twin: Any = twin_of(module, submodules={**given, linears.down: torch.nn.Identity()})
+        library = type(module).forward(twin, rows)
+
+        def gates(activation: Activation) -> None:
+            # the twin's halves are taken as the fused forward takes them
+            ours = _fused(twin, linears, activation)(rows)
+            check_kind(ours, library)
+            if not _alike(ours, library, gate, up):
+                raise Differs("it is no product of an activation known here: " + ", ".join(KINDS))
+
+        first = next(part for part in module.children() if getattr(part, "in_features", 0))
+        noise = Noise(self.device)
+        whole = [noise.normal(1, count, int(first.in_features), dtype=self.dtype) for count in _ROW_COUNTS]
+        return [gates, *[partial(_compare, module, linears, each) for each in whole]]
+
+    def put(self, place: Place, candidate: Activation) -> None:
+        place.module.forward = _fused(place.module, place.given, candidate)
 
 
-def _linears_of(module: torch.nn.Module) -> _Linears | None:
+def _linears_of(module: torch.nn.Module) -> Linears | None:
     for names in _LAYOUTS:
         parts = [module._modules.get(name) for name in names if name]
         # stacked experts keep matrices, not linears
         if all(part is not None and getattr(part, "in_features", 0) for part in parts):
             return names
     return None
-
-
-@torch.inference_mode()
-def _prove(
-    module: torch.nn.Module, linears: _Linears, dtype: torch.dtype, device: torch.device
-) -> tuple[_Activation | None, str]:
-    gate, up = _gates(dtype, device)
-    rows = Noise(device).normal(1, 1, dtype=dtype)
-    both = torch.cat([gate, up], dim=-1)
-    given = {linears.gate: _Given(rows, gate if linears.up else both)}
-    if linears.up:
-        given[linears.up] = _Given(rows, up)
-    twin: Any = twin_of(module, submodules={**given, linears.down: torch.nn.Identity()})
-    try:
-        library = type(module).forward(twin, rows)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # models raise errors of many types
-        return None, f"it does more than gate: {error}"
-    reason = ""
-    for activation in _ACTIVATIONS:
-        # the twin's halves are taken as the fused forward takes them
-        ours = _fused(twin, linears, activation)(rows)
-        difference = shape_difference(ours, library)
-        if not difference and not _alike(ours, library, gate, up):
-            difference = "it is no product of an activation known here: " + ", ".join(KINDS)
-        if not difference:
-            problem = _whole_difference(module, _fused(module, linears, activation), dtype, device)
-            return (None, problem) if problem else (activation, "")
-        reason = reason or difference
-    return None, reason
 
 
 def _gates(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,23 +165,17 @@ def _alike(ours: torch.Tensor, library: torch.Tensor, gate: torch.Tensor, up: to
     return bool(((ours.float() - library.float()).abs() <= 2 * eps * library.float().abs() + slack).all())
 
 
-def _whole_difference(module: Any, fused: Forward, dtype: torch.dtype, device: torch.device) -> str:
-    noise = Noise(device)
-    first = next(part for part in module.children() if getattr(part, "in_features", 0))
-    for count in _ROW_COUNTS:
-        rows = noise.normal(1, count, int(first.in_features), dtype=dtype)
-        library, ours = module.forward(rows), fused(rows)
-        difference = shape_difference(ours, library)
-        if difference:
-            return difference
-        near = 64 * torch.finfo(dtype).eps * float(library.float().abs().max())
-        same = torch.equal(ours, library) if ours.is_cuda else torch.allclose(ours.float(), library.float(), atol=near)
-        if not same:
-            return "whole layers differ"
-    return ""
+def _compare(module: Any, linears: Linears, rows: torch.Tensor, activation: Activation) -> None:
+    """Hold a whole layer against the library's."""
+    library, ours = module.forward(rows), _fused(module, linears, activation)(rows)
+    check_kind(ours, library)
+    near = 64 * torch.finfo(rows.dtype).eps * float(library.float().abs().max())
+    same = torch.equal(ours, library) if ours.is_cuda else torch.allclose(ours.float(), library.float(), atol=near)
+    if not same:
+        raise Differs("whole layers differ")
 
 
-def _fused(module: torch.nn.Module, linears: _Linears, activation: _Activation) -> Forward:
+def _fused(module: torch.nn.Module, linears: Linears, activation: Activation) -> Forward:
     parts: dict[str, Any] = module._modules
     gate_name, up_name, down_name = linears
     kind, wide = activation

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fdasync.errors import RunnerError
-from fdasync_transformers.fused.replaced import refuse_gradient
+from fdasync_transformers.fused.modules import refuse_gradient
 from fdasync_transformers.model.kept.kept import Kept
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def run_experts(
         _weights(module.down_proj),
         activation=described.activation,
         gated=described.gated,
-        up_bias=_up_bias(module) if described.biased else None,
+        up_bias=(module.gate_up_proj_bias if described.gated else module.up_proj_bias) if described.biased else None,
         down_bias=module.down_proj_bias if described.biased else None,
         transposed=described.transposed,
         interleaved=described.interleaved,
@@ -101,8 +101,3 @@ def run_experts(
 
 def _weights(held: torch.Tensor | Kept) -> torch.Tensor | StoredWeights:
     return held.stored if isinstance(held, Kept) else held
-
-
-def _up_bias(module: Any) -> torch.Tensor:
-    bias: torch.Tensor = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
-    return bias

@@ -6,79 +6,37 @@ Called at start-up, once a model's weights are in place and before anything else
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fdasync_kernels.limits import FLOATS
 
-from fdasync_transformers.fused.proofs import alone
+from fdasync_transformers.fused.angles import Angles
+from fdasync_transformers.fused.dense import Gates
+from fdasync_transformers.fused.norms import Norms
+from fdasync_transformers.fused.replacement import Replaced, alone, replace
+from fdasync_transformers.fused.rotary import Rotary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from fdasync_transformers.fused.proofs import Agree
+    from fdasync_transformers.fused.replacement import Agree, Operation
+
+#: the rotary embedding first: its pass shall see the library's modules alone
+OPERATIONS: tuple[type[Operation[Any]], ...] = (Rotary, Angles, Norms, Gates)
 
 
-@dataclass(frozen=True)
-class FusedOperations:
-    """Operations of a model that were replaced.
-
-    Attributes:
-        norms, rotary, dense, angles: names of the modules.
-        notes: for people: why others are the library's own, a note for each class.
-    """
-
-    norms: tuple[str, ...] = ()
-    rotary: tuple[str, ...] = ()
-    dense: tuple[str, ...] = ()
-    angles: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-def fuse_operations(model: PreTrainedModel, agree: Agree = alone) -> FusedOperations:
+def fuse_operations(model: PreTrainedModel, agree: Agree = alone) -> dict[type[Operation[Any]], Replaced]:
     """Replace norms, rotary embeddings, their angles and the gates of dense layers by single kernels, in place.
 
-    Each module's own forward is compared with ours first, and a module whose results differ keeps it. Runs a plain pass
-    of three tokens, so attention must still be the library's own, and waits for the device: for start-up. A new weight
-    in a module's parameter, or a new parameter in its place, is used from the next call on.
-
-    Args:
-        model: in inference, on one device, with its weights in their final dtype. A module with a forward on the
-            instance keeps it.
-        agree: what the ranks of a group make of a reason to keep what they hold parts of.
-
-    Returns:
-        What was replaced, and notes. Replaced modules raise RunnerError where a gradient is asked for. Where kernels do
-        not run, nothing is replaced.
+    See `replace`. Runs a plain pass of three tokens, so attention must still be the library's own. A new weight in a
+    module's parameter, or a new parameter in its place, is used from the next call on. A module with a forward on the
+    instance keeps it. Gates are parts of what ranks of a group share, and all else is whole on each of them.
     """
-    try:
-        from fdasync_kernels.chip import runs_on
-    except ModuleNotFoundError as error:
-        return FusedOperations(
-            notes=(f"norms, rotary embeddings and gates are the library's own: no module {error.name}",)
-        )
-    device, dtype = model.device, model.dtype
-    if not runs_on(device):
-        return FusedOperations(
-            notes=(f"norms, rotary embeddings and gates are the library's own: no kernels on {device}",)
-        )
-    if dtype not in FLOATS:
-        return FusedOperations(
-            notes=(f"norms, rotary embeddings and gates are the library's own: no kernels for {dtype}",)
-        )
-    from fdasync_transformers.fused.angles import fuse_angles
-    from fdasync_transformers.fused.dense import fuse_dense
-    from fdasync_transformers.fused.norms import fuse_norms
-    from fdasync_transformers.fused.rotary import fuse_rotary
+    if model.dtype not in FLOATS:
+        return {kind: Replaced(kind, reasons={"": f"no kernels for {model.dtype}"}) for kind in OPERATIONS}
+    return {type(one): replace(one, model, agree if isinstance(one, Gates) else alone) for one in operations_of(model)}
 
-    # the rotary embedding first: its pass shall see the library's modules alone
-    rotary = fuse_rotary(model, device)
-    angles = fuse_angles(model, dtype, device)
-    norms = fuse_norms(model, dtype, device)
-    dense = fuse_dense(model, dtype, device, agree)
-    notes: list[str] = []
-    for what, each in (("norm", norms), ("rotary embedding", rotary), ("gate", dense), ("table of angles", angles)):
-        notes += [f"{what} of {kind} is the library's own: {reason}" for kind, reason in each.reasons.items()]
-    return FusedOperations(
-        tuple(norms.names), tuple(rotary.names), tuple(dense.names), tuple(angles.names), tuple(notes)
-    )
+
+def operations_of(model: PreTrainedModel) -> list[Operation[Any]]:
+    """What may replace operations of a model; nothing of dtypes that kernels do not take."""
+    return [kind(model.dtype, model.device) for kind in OPERATIONS] if model.dtype in FLOATS else []

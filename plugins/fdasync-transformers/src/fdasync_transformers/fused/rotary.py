@@ -10,21 +10,24 @@ Called by `operations.py`.
 from __future__ import annotations
 
 import inspect
+from contextlib import ExitStack
 from functools import partial
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from fdasync_kernels.layer.rotary import rotate_unchecked
 
 from fdasync.errors import UnsupportedModel
-from fdasync_transformers.fused.proofs import guarded
-from fdasync_transformers.fused.replaced import Replaced, refuse_gradient, text_modules
-from fdasync_transformers.fused.rotary_styles import Call, Proof, call_of, form_of, prove, tensors_of
+from fdasync_transformers.fused.modules import OWN_FORWARD, refuse_gradient, text_modules
+from fdasync_transformers.fused.replacement import Operation, Place, first_proven, not_compared
+from fdasync_transformers.fused.rotary_styles import Call, Turn, call_of, cases_of, form_of, tensors_of, turns_of
+from fdasync_transformers.model import probe
 from fdasync_transformers.model.moe_layers import without_experts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     Function = Callable[..., Any]
     #: by module: what it calls, and how; None where one call is of an unknown kind
@@ -34,80 +37,66 @@ _NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rota
 _PASS_TOKENS = 3
 
 
-def fuse_rotary(model: Any, device: torch.device) -> Replaced:
-    """Replace the rotary embedding in the attention layers of a model, in place; runs a plain pass of three tokens.
+class Rotary(Operation[FunctionType]):
+    """The rotary embedding in attention layers, by a forward that calls the kernel. Runs a plain pass of three tokens.
+    Replaced modules raise RunnerError where a gradient is asked for."""
 
-    Args:
-        model: in inference, with the library's own attention: nothing may have replaced its forwards yet.
-        device: of the weights.
+    what, which = "rotary embeddings", "rotary embeddings of"
 
-    Returns:
-        The replaced modules. They raise RunnerError where a gradient is asked for.
-    """
-    replaced = Replaced()
-    found = dict(_candidates(model, replaced))
-    if not found:
-        return replaced
-    watch: Callable[[], Calls | str] = partial(_watch, model, found)
-    seen = guarded(watch, str)
-    if isinstance(seen, str):
-        for module, _ in found.values():
-            replaced.leave(type(module).__name__, seen)
-        return replaced
-    proofs: dict[tuple[Function, Call], Proof] = {}
-    copies: dict[tuple[FunctionType, frozenset[tuple[Function, Call]]], FunctionType] = {}
-    for name, (module, functions) in found.items():
-        calls = seen[name]
-        # layers without a rotary embedding have the same code
-        if calls is not None and not calls:
-            continue
-        reason = "it calls its function in a way unknown here" if calls is None else ""
-        for function, call in calls or ():
-            if (function, call) not in proofs:
-                proofs[function, call] = guarded(partial(prove, function, call, device), _refused)
-            reason = reason or proofs[function, call].reason
-        if reason or calls is None:
-            replaced.leave(type(module).__name__, reason)
-            continue
-        # layers with the same calls share the code
-        forward: Any = type(module).forward
-        key = (forward, frozenset(calls))
-        if key not in copies:
-            wrapped = {
-                under: _fused(function, {call: proofs[f, call] for f, call in calls if f is function})
-                for under, function in functions.items()
-            }
-            copies[key] = _copy_with(forward, wrapped)
-        replaced.put(name, module, MethodType(copies[key], module))
-    return replaced
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self._turns: dict[tuple[Function, Call], Turn] = {}
 
+    def finds(self, model: Any) -> Iterator[Place]:
+        """Modules whose forward calls a function known by name, with these functions and the kinds of calls. Nothing
+        may have replaced forwards of the model's attention yet."""
+        places = []
+        for name, module in text_modules(model):
+            functions = _functions_of(module)
+            if functions:
+                wrapped = inspect.unwrap(type(module).forward) is not type(module).forward
+                refusal = OWN_FORWARD if "forward" in vars(module) else "its forward is wrapped" if wrapped else ""
+                places.append(Place(name, module, type(module).__name__, refusal=refusal, given=(functions, ())))
+        found = [place for place in places if not place.refusal]
+        try:
+            seen = _watch(model, found) if found else {}
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # models raise errors of many types
+            places = [place._replace(refusal=place.refusal or not_compared(error)) for place in places]
+        for place in places:
+            calls = None if place.refusal else seen[place.name]
+            if calls is None:
+                yield place._replace(refusal=place.refusal or "it calls its function in a way unknown here")
+            elif calls:
+                # layers without a rotary embedding have the same code; layers with the same calls share it
+                key = (type(place.module).forward, frozenset(calls))
+                yield place._replace(key=key, given=(place.given[0], calls))
 
-def _refused(reason: str) -> Proof:
-    return Proof(None, False, reason)
-
-
-def _candidates(
-    model: torch.nn.Module, replaced: Replaced
-) -> Iterator[tuple[str, tuple[torch.nn.Module, dict[str, Function]]]]:
-    """Modules whose forward calls a function known by name, and these functions."""
-    for name, module in text_modules(model):
-        forward: Any = type(module).forward
-        inner = inspect.unwrap(forward)
-        if not isinstance(inner, FunctionType):
-            continue
-        functions = {
-            under: inner.__globals__[under]
-            for under in _NAMES
-            if under in inner.__code__.co_names and form_of(inner.__globals__.get(under))
+    def candidates(self, place: Place) -> Iterator[FunctionType]:
+        """One, of which each kind of call is proven."""
+        functions, calls = place.given
+        for function, call in calls:
+            if (function, call) not in self._turns:
+                turn = first_proven(turns_of(call), cases_of(function, call, self.device))
+                self._turns[function, call] = turn
+        wrapped = {
+            under: _fused(function, {call: self._turns[f, call] for f, call in calls if f is function})
+            for under, function in functions.items()
         }
-        if not functions:
-            continue
-        if "forward" in vars(module):
-            replaced.leave(type(module).__name__, "it has a forward of its own already")
-        elif inner is not forward:
-            replaced.leave(type(module).__name__, "its forward is wrapped")
-        else:
-            yield name, (module, functions)
+        yield _copy_with(type(place.module).forward, wrapped)
+
+    def put(self, place: Place, candidate: FunctionType) -> None:
+        place.module.forward = MethodType(candidate, place.module)
+
+
+def _functions_of(module: torch.nn.Module) -> dict[str, Function]:
+    """The functions of the rotary embedding that a module's forward calls, by the names that it has for them."""
+    inner = inspect.unwrap(type(module).forward)
+    if not isinstance(inner, FunctionType):
+        return {}
+    known = inner.__globals__
+    return {under: known[under] for under in _NAMES if under in inner.__code__.co_names and form_of(known.get(under))}
 
 
 def _copy_with(forward: FunctionType, functions: Mapping[str, Function]) -> FunctionType:
@@ -118,9 +107,9 @@ def _copy_with(forward: FunctionType, functions: Mapping[str, Function]) -> Func
     return made
 
 
-def _watch(model: Any, found: Mapping[str, tuple[torch.nn.Module, dict[str, Function]]]) -> Calls:
+def _watch(model: Any, places: Sequence[Place]) -> Calls:
     """The kinds of calls of each module in a plain pass; None where one is of an unknown kind."""
-    seen: dict[str, dict[tuple[Function, Call], None]] = {name: {} for name in found}
+    seen: dict[str, dict[tuple[Function, Call], None]] = {place.name: {} for place in places}
     strange: set[str] = set()
 
     def watched(name: str, function: Function) -> Function:
@@ -135,72 +124,60 @@ def _watch(model: Any, found: Mapping[str, tuple[torch.nn.Module, dict[str, Func
 
         return look
 
-    watching: list[Any] = []
-    try:
-        for name, (module, functions) in found.items():
-            forward: Any = type(module).forward
-            under = {under: watched(name, function) for under, function in functions.items()}
-            own: Any = module
-            own.forward = MethodType(_copy_with(forward, under), module)
-            watching.append(own)
+    with ExitStack() as watching:
+        for place in places:
+            functions, _ = place.given
+            under = {under: watched(place.name, function) for under, function in functions.items()}
+            forward = MethodType(_copy_with(type(place.module).forward, under), place.module)
+            watching.enter_context(patch.object(place.module, "forward", forward))
         _run(model)
-    finally:
-        for own in watching:
-            del own.forward
     return {name: None if name in strange else list(calls) for name, calls in seen.items()}
 
 
 @torch.inference_mode()
 def _run(model: Any) -> None:
     ids = torch.zeros((1, _PASS_TOKENS), dtype=torch.long, device=model.device)
+    # the library's attention reads values back, which a model without memory has not
+    meta = model.device.type == "meta"
+    run = partial(probe.run, model) if meta else partial(model, input_ids=ids, use_cache=False)
     try:
         with without_experts(model):
-            model(input_ids=ids, use_cache=False)
+            run()
     except UnsupportedModel:
-        model(input_ids=ids, use_cache=False)
+        run()
 
 
-def _fused(function: Function, proofs: Mapping[Call, Proof]) -> Function:
+def _fused(function: Function, turns: Mapping[Call, Turn]) -> Function:
     """The function for the kinds of calls that were proven; the library's for others."""
-    form = form_of(function)
-    known = {tuple(call): (proof.style, proof.heads_first) for call, proof in proofs.items()}
+    known: dict[tuple[Any, ...], Turn] = {tuple(call): turn for call, turn in turns.items()}
 
-    def pair(q: Any, k: Any = None, cos: Any = None, sin: Any = None, *rest: Any, **named: Any) -> Any:
-        style = None
-        if k is not None and not rest and len(q) == len(k) == len(cos) == 1 and named.keys() <= {"unsqueeze_dim"}:
-            axis = named.get("unsqueeze_dim", 1)
-            call = (q.dtype, cos.dtype, q.shape[-1], k.shape[-1], cos.shape[-1], axis)
-            style, heads_first = known.get(call, (None, False))
-        if style is None or q.dim() != 4 or q.shape[3 - axis] != cos.shape[1]:
-            # which names a call may leave out is the library's affair
-            given = {"q": q, "k": k, "cos": cos, "sin": sin}
-            return function(*given.values(), *rest, **named)
+    def turned(q: Any, k: Any, cos: Any, sin: Any, axis: int) -> Any:
+        """The rotated queries and keys; None: such a call was not proven."""
+        if not len(q) == len(cos) == 1 or (k is not None and len(k) != 1):
+            return None
+        call = (q.dtype, cos.dtype, q.shape[-1], 0 if k is None else k.shape[-1], cos.shape[-1], axis)
+        turn = known.get(call)
+        if turn is None or (axis and (q.dim() != 4 or q.shape[3 - axis] != cos.shape[1])):
+            return None
         if torch.is_grad_enabled():
             refuse_gradient(q, k)
-        return rotate_unchecked(q, k, cos, sin, style, heads_first)
+        if not axis:
+            cos, sin = torch.view_as_real(cos).unbind(-1)
+        return rotate_unchecked(q, k, cos, sin, *turn)
+
+    def pair(q: Any, k: Any = None, cos: Any = None, sin: Any = None, *rest: Any, **named: Any) -> Any:
+        plain = k is not None and not rest and named.keys() <= {"unsqueeze_dim"}
+        found = turned(q, k, cos, sin, named.get("unsqueeze_dim", 1)) if plain else None
+        return function(q, k, cos, sin, *rest, **named) if found is None else found
 
     def single(x: Any, cos: Any, sin: Any, *rest: Any, **named: Any) -> Any:
-        style = None
-        if not rest and len(x) == len(cos) == 1 and named.keys() <= {"unsqueeze_dim"}:
-            axis = named.get("unsqueeze_dim", 1)
-            style, heads_first = known.get((x.dtype, cos.dtype, x.shape[-1], 0, cos.shape[-1], axis), (None, False))
-        if style is None or x.dim() != 4 or x.shape[3 - axis] != cos.shape[1]:
-            return function(x, cos, sin, *rest, **named)
-        if torch.is_grad_enabled():
-            refuse_gradient(x)
-        return rotate_unchecked(x, None, cos, sin, style, heads_first)[0]
+        plain = not rest and named.keys() <= {"unsqueeze_dim"}
+        found = turned(x, None, cos, sin, named.get("unsqueeze_dim", 1)) if plain else None
+        return function(x, cos, sin, *rest, **named) if found is None else found[0]
 
     def numbers(xq: Any, xk: Any, freqs_cis: Any) -> Any:
-        style = None
-        if len(xq) == len(xk) == len(freqs_cis) == 1:
-            call = (xq.dtype, freqs_cis.dtype, xq.shape[-1], xk.shape[-1], freqs_cis.shape[-1], 0)
-            style, heads_first = known.get(call, (None, False))
-        if style is None:
-            return function(xq, xk, freqs_cis)
-        if torch.is_grad_enabled():
-            refuse_gradient(xq, xk)
-        parts = torch.view_as_real(freqs_cis)
-        return rotate_unchecked(xq, xk, parts[..., 0], parts[..., 1], style, heads_first)
+        found = turned(xq, xk, freqs_cis, None, 0)
+        return function(xq, xk, freqs_cis) if found is None else found
 
     forms: dict[str, Function] = {"pair": pair, "single": single, "complex": numbers}
-    return forms[form]
+    return forms[form_of(function)]

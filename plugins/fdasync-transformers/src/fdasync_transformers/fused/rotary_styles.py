@@ -1,22 +1,26 @@
 """How the library's functions of the rotary embedding are called, and in which style of the kernel they compute.
 
-The library's function is run on random tensors of a kind of call; the kernel must give the same bits. Knows no models.
-Called by `rotary.py`.
+The library's function is run on random tensors of a kind of call; the kernel must give the same bits in one style.
+Knows no models. Called by `rotary.py`.
 """
 
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from fdasync_kernels.layer.rotary import CONTRACTIONS, Style, rotate_unchecked
 
-from fdasync_transformers.fused.replaced import Noise
+from fdasync_transformers.fused.modules import Noise
+from fdasync_transformers.fused.replacement import Differs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    from fdasync_transformers.fused.replacement import Case
 
     Function = Callable[..., Any]
 
@@ -53,10 +57,11 @@ class Call(NamedTuple):
     axis: int
 
 
-class Proof(NamedTuple):
-    style: Style | None
+class Turn(NamedTuple):
+    """How the kernel computes a kind of call; `heads_first`: of complex tables, which say no axis."""
+
+    style: Style
     heads_first: bool
-    reason: str
 
 
 # a kind of call: queries, keys or None, cosines and sines (or complex numbers and None), axis
@@ -116,26 +121,17 @@ def call_of(
     return Call(q.dtype, cos.dtype, q.shape[3], 0 if k is None else k.shape[3], cos.shape[2], axis)
 
 
-@torch.inference_mode()
-def prove(function: Function, call: Call, device: torch.device) -> Proof:
-    """Find the style in which the kernel gives the function's bits; waits for the device."""
+def turns_of(call: Call) -> Iterator[Turn]:
+    """Styles and orders of dimensions that a call may have. Raises Differs for a call that has none."""
     if call.key_dim not in (0, call.dim):
-        return Proof(None, False, "heads of queries and keys differ in size")
+        raise Differs("heads of queries and keys differ in size")
     if call.axis and call.table_dtype not in (call.dtype, torch.float32):
-        return Proof(None, False, f"its tables are {call.table_dtype}")
-    for style, heads_first in _tries(call):
-        if all(_equal(function, call, style, heads_first, tokens, device) for tokens in _TOKENS):
-            return Proof(style, heads_first, "")
-    return Proof(None, False, f"{function.__name__} rotates in no style known here")
-
-
-def _tries(call: Call) -> Iterator[tuple[Style, bool]]:
-    """Styles and orders of dimensions that a call may have."""
+        raise Differs(f"its tables are {call.table_dtype}")
     if not call.axis:
         # on a device a compiler chose which product of a complex sum it rounds
         for contracted in CONTRACTIONS:
             for heads_first in (True, False):
-                yield _COMPLEX._replace(contracted=contracted), heads_first
+                yield Turn(_COMPLEX._replace(contracted=contracted), heads_first)
         return
     for wide in (False, True) if call.dtype is not torch.float32 else (False,):
         for style in _STYLES:
@@ -143,17 +139,24 @@ def _tries(call: Call) -> Iterator[tuple[Style, bool]]:
             if rotated % 2 or rotated > call.dim:
                 continue
             for trailing in (False, True) if rotated < call.dim else (False,):
-                yield style._replace(wide=wide, trailing=trailing), call.axis == 1
+                yield Turn(style._replace(wide=wide, trailing=trailing), call.axis == 1)
 
 
-def _equal(function: Function, call: Call, style: Style, heads_first: bool, tokens: int, device: torch.device) -> bool:
-    """Whether the kernel gives the library's bits on random tensors, whose tables have no two equal columns."""
-    noise = Noise(device)
+def cases_of(function: Function, call: Call, device: torch.device) -> list[Case[Turn]]:
+    """What a style must pass for calls of a kind."""
+    return [partial(_compare, function, call, tokens, device) for tokens in _TOKENS]
+
+
+def _compare(function: Function, call: Call, tokens: int, device: torch.device, turn: Turn) -> None:
+    """Raise Differs unless the kernel gives the library's bits on random tensors, whose tables have no two equal
+    columns."""
+    noise, (style, heads_first) = Noise(device), turn
 
     def heads(count: int, dim: int) -> torch.Tensor:
         made = noise.normal(1, tokens, count, dim, dtype=call.dtype)
         return made.transpose(1, 2) if heads_first else made
 
+    unknown = Differs(f"{function.__name__} rotates in no style known here")
     q = heads(4, call.dim)
     k = heads(2, call.key_dim) if call.key_dim else None
     table = (1, tokens, call.columns)
@@ -168,11 +171,12 @@ def _equal(function: Function, call: Call, style: Style, heads_first: bool, toke
             library = function(q, k, numbers)
         except RuntimeError:
             # the library takes tokens and heads in the other order
-            return False
+            raise unknown from None
         cos, sin = torch.view_as_real(numbers).unbind(-1)
     ours = rotate_unchecked(q, k, cos, sin, style, heads_first)
     pairs = [(ours[0], library)] if k is None else list(zip(ours, library, strict=True))
-    return all(
+    if not all(
         mine is not None and mine.dtype is theirs.dtype and mine.shape == theirs.shape and torch.equal(mine, theirs)
         for mine, theirs in pairs
-    )
+    ):
+        raise unknown

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fdasync_transformers.fused.replacement import Differs
 from fdasync_transformers.fused.router_kinds import part_of
 from fdasync_transformers.fused.router_watch import run_watched
 
@@ -47,38 +48,25 @@ class RouterForm:
     rounded: bool
 
 
-class Differs(Exception):
-    """The module does otherwise than its kind says; the message goes on a sentence that begins with its class."""
-
-
-@torch.inference_mode()
-def prove(module: Any, kind: RouterKind, k: int, dtype: torch.dtype, product: Product, choose: Choose) -> RouterForm:
-    """Hold a kind against a module.
+def check_choice(module: Any, kind: RouterKind, k: int, dtype: torch.dtype, choose: Choose, form: RouterForm) -> None:
+    """Hold the choice and the weights of a kind against a module's; raises Differs.
 
     Args:
         module: the library's router; its bias of the selection is changed meanwhile, and restored.
         kind: of it.
         k: experts per token.
         dtype: of the hidden states.
-        product: (x, weight, bias, rounded=, dtype=) gives our logits.
         choose: (kind, logits, k, weights_dtype, selection bias, expert scale) gives our weights and ids.
-
-    Returns:
-        What its forward returns, learnt from it.
-
-    Raises:
-        Differs: the module does otherwise.
+        form: what `learn_form` has found.
     """
     weight = part_of(module, kind.weight)
-    _refuse_other_tensors(module, kind)
-    form = _prove_product(module, kind, k, dtype, product)
     logits = _telling_logits(len(weight)).to(weight.device)
     logits = logits.to(dtype if form.rounded else torch.float32)
     strict = 0
     biases = _biases(module, kind, len(weight))
     for bias in biases:
         with _selection_bias(module, kind, bias) as used:
-            watch, answer = _run(module, kind, _hidden(len(logits), weight, dtype), used, logits)
+            watch, answer = run_watched(module, kind, _hidden(len(logits), weight, dtype), used, logits)
             parts = _named(answer, form.order)
             same = logits.softmax(-1, torch.float32) if kind.probabilities else logits.to(form.logits_dtype)
             if "logits" in parts and not torch.equal(parts["logits"], same):
@@ -88,7 +76,6 @@ def prove(module: Any, kind: RouterKind, k: int, dtype: torch.dtype, product: Pr
             strict += _compare(kind, watch, logits, parts, ours, used)
     if strict < len(logits) * len(biases) // 2:
         raise Differs("shows too few rows without ties")
-    return form
 
 
 def _refuse_other_tensors(module: Any, kind: RouterKind) -> None:
@@ -99,13 +86,17 @@ def _refuse_other_tensors(module: Any, kind: RouterKind) -> None:
         raise Differs(f"has tensors of no known use: {', '.join(sorted(names - known))}")
 
 
-def _prove_product(module: Any, kind: RouterKind, k: int, dtype: torch.dtype, product: Product) -> RouterForm:
-    """Compare the logits of random rows, and learn the shape of the answer."""
+def learn_form(module: Any, kind: RouterKind, k: int, dtype: torch.dtype, product: Product) -> RouterForm:
+    """What a router returns, learnt from it; compares the logits of random rows. Raises Differs.
+
+    `product`: (x, weight, bias, rounded=, dtype=) gives our logits; for the rest see `check_choice`.
+    """
+    _refuse_other_tensors(module, kind)
     weight = part_of(module, kind.weight)
     linear_bias = part_of(module, kind.bias) if kind.bias else None
     hidden = _hidden(_PRODUCT_ROWS, weight, dtype)
     used = torch.zeros(len(weight), device=weight.device) if kind.bias_argument else None
-    watch, answer = _run(module, kind, hidden, used, None)
+    watch, answer = run_watched(module, kind, hidden, used, None)
     if len(watch.linears) != 1:
         raise Differs(f"has {len(watch.linears)} linears")
     x, factor, added = watch.linears[0]
@@ -158,16 +149,6 @@ def _form_of(answer: Any, k: int, experts: int, rounded: bool, dtype: torch.dtyp
         raise Differs(f"returns ids {parts['ids'].dtype} {tuple(parts['ids'].shape)}")
     own = parts["logits"].dtype if "logits" in parts and not kind.probabilities else None
     return RouterForm(tuple(order), own or (dtype if rounded else torch.float32), parts["weights"].dtype, rounded)
-
-
-def _run(module: Any, *arguments: Any) -> tuple[Watch, Any]:
-    try:
-        return run_watched(module, *arguments)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        # whatever the library's code cannot do with such rows, it is not what its kind says
-        raise Differs(f"does not run on made-up rows: {error}") from error
 
 
 def _compare(

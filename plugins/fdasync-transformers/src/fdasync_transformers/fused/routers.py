@@ -1,7 +1,7 @@
 """Replaces routers of the library by two kernels, which also record the chosen experts: the product, and the choice.
 
-A token's logits, ids and weights do not depend on how many tokens run beside it. Each router is proven against its own
-forward before it is replaced (`router_proof.py`); a router that differs, or is of no known kind (`router_kinds.py`),
+A token's logits, ids and weights do not depend on how many tokens run beside it. Each router is held against its own
+forward before it is replaced (`router_proof.py`); a router that differs, or is of no known kind (`known.py`),
 stays the library's. The kernels read the module's own tensors, so new weights need no change here. Fused routers have
 no gradient, and replay refuses models that have them. Knows no steps. Called once for a model by `start/fuse.py`; a
 capture attaches to the result later (`capture/routing.py`).
@@ -15,19 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from fdasync_kernels.limits import FLOATS, MOST_EXPERTS
+from fdasync_kernels.router import product
 
 from fdasync.errors import BadInput, InvariantBroken
-from fdasync_transformers.fused.proofs import guarded
-from fdasync_transformers.fused.replaced import past_modes, refuse_gradient
-from fdasync_transformers.fused.router_kinds import RouterKind, kind_of, part_of
-from fdasync_transformers.fused.router_proof import Differs, RouterForm, prove
+from fdasync_transformers.fused.known import kind_of
+from fdasync_transformers.fused.modules import past_modes, refuse_gradient
+from fdasync_transformers.fused.replacement import Differs, Place, Replaced, Replacement, prove, replace
+from fdasync_transformers.fused.router_kinds import RouterKind, part_of
+from fdasync_transformers.fused.router_proof import RouterForm, check_choice, learn_form
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from transformers import PreTrainedModel
 
     from fdasync.gpu.capture import CaptureBuffer
+    from fdasync_transformers.fused.replacement import Case
     from fdasync_transformers.model.moe_layers import MoELayers
 
     Forward = Callable[..., tuple[torch.Tensor, ...]]
@@ -42,17 +45,15 @@ class Record:
 
 
 @dataclass
-class FusedRouters:
-    """Routers that were replaced. They record nothing until a capture attaches.
+class FusedRouters(Replaced):
+    """Routers that were replaced. They record nothing until a capture attaches."""
 
-    Attributes:
-        rows: layer rows whose router is fused, rising: these routers record their own routing.
-        notes: for people: why other routers are not fused, once for each reason.
-    """
-
-    rows: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()
     _record: Record = field(default_factory=Record)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Layer rows whose router is fused, rising: these routers record their own routing."""
+        return tuple(map(int, self.names))
 
     def attach(self, capture: CaptureBuffer, positions: Callable[[], torch.Tensor] | None = None) -> None:
         """Record from the next pass on. A graph that is captured before keeps recording nothing.
@@ -76,79 +77,82 @@ class FusedRouters:
         self._record.capture = self._record.positions = None
 
 
+class Routers(Replacement[RouterForm]):
+    """The routers of MoE layers, by what they return. A replaced one returns what the library's does: the same parts in
+    the same order, of the same shapes and dtypes. Its ids are the very tensor that the experts read.
+
+    Args:
+        dtype: of the hidden states.
+        record: where they record.
+        layers: of the model.
+    """
+
+    what, which = "routers", "routers of layers"
+
+    def __init__(self, dtype: torch.dtype, record: Record, layers: MoELayers | None = None) -> None:
+        self._dtype = dtype
+        self._record = record
+        self._layers = layers
+
+    def finds(self, model: Any) -> Iterator[Place]:
+        layers = self._layers
+        if layers is None:
+            return
+        for row, (name, number, k) in enumerate(zip(layers.names, layers.ids, layers.top_k, strict=True)):
+            block = model.get_submodule(name.rpartition(".")[0])
+            router = getattr(block, "gate", None) or getattr(block, "router", None)
+            yield self.place(router, k, row, str(number))
+
+    def place(self, module: Any, k: int, row: int = 0, number: str = "") -> Place:
+        """The place of one router; `k`: experts of a token; `row`: where it records."""
+        kind = kind_of(module)
+        refusal = _refusal(module, kind, self._dtype)
+        return Place(f"{row}", module, number, type(module).__name__, refusal, given=(kind, k, row))
+
+    def candidates(self, place: Place) -> Iterator[RouterForm]:
+        kind, k, _ = place.given
+        yield learn_form(place.module, kind, k, self._dtype, product.router_logits)
+
+    def cases(self, place: Place) -> list[Case[RouterForm]]:
+        kind, k, _ = place.given
+        return [partial(check_choice, place.module, kind, k, self._dtype, choose)]
+
+    def put(self, place: Place, candidate: RouterForm) -> None:
+        place.module.forward = self.forward(place, candidate)
+
+    def forward(self, place: Place, form: RouterForm) -> Forward:
+        """The forward by kernels, not put in place."""
+        kind, k, row = place.given
+        return make_forward(place.module, kind, form, k, self._record, row)
+
+
 def fuse_routers(model: PreTrainedModel, moe_layers: MoELayers) -> FusedRouters:
     """Replace the routers of a model's MoE layers by fused ones, in place.
 
-    A fused router returns what the library's does: the same parts in the same order, of the same shapes and dtypes. Its
-    ids are the very tensor that the experts read. Runs each router several times on made-up rows, with biases of the
-    selection that are put back, and compares; so it waits for the device: for start-up.
-
-    Args:
-        model: in inference; its routers' weights are on one device and have their final dtype.
-        moe_layers: of the model.
-
-    Returns:
-        The fused layer rows, and notes of the others.
+    See `replace`. Biases of the selection are changed meanwhile, and put back.
     """
-    try:
-        from fdasync_kernels.chip import runs_on
-    except ModuleNotFoundError as error:
-        return FusedRouters(notes=(f"routers are the library's own: no module {error.name}",))
-    if not runs_on(model.device):
-        return FusedRouters(notes=(f"routers are the library's own: no kernels on {model.device}",))
-    rows: list[int] = []
-    reasons: dict[str, list[int]] = {}
     record = Record()
-    for row, (name, k) in enumerate(zip(moe_layers.names, moe_layers.top_k, strict=True)):
-        module = _router_beside(model, name)
-        forward = fused_router(module, k, model.dtype, record, row)
-        if isinstance(forward, str):
-            reasons.setdefault(f"{type(module).__name__} {forward}", []).append(moe_layers.ids[row])
-            continue
-        rows.append(row)
-        module.forward = forward
-    notes = [f"routers of layers {_listed(layers)} are the library's own: {why}" for why, layers in reasons.items()]
-    return FusedRouters(tuple(rows), tuple(notes), record)
+    return FusedRouters(**vars(replace(Routers(model.dtype, record, moe_layers), model)), _record=record)
 
 
-def _listed(layers: list[int]) -> str:
-    return ", ".join(map(str, layers))
+def fused_router(module: Any, k: int, dtype: torch.dtype, record: Record) -> Forward | Differs:
+    """The proven forward of one router by kernels, not put in place; or why there is none. See `Routers`."""
+    routers = Routers(dtype, record)
+    place = routers.place(module, k)
+    form = prove(routers, place)
+    return form if isinstance(form, Differs) else routers.forward(place, form)
 
 
-def _router_beside(model: PreTrainedModel, experts: str) -> Any:
-    block = model.get_submodule(experts.rpartition(".")[0])
-    return getattr(block, "gate", None) or getattr(block, "router", None)
-
-
-def fused_router(module: Any, k: int, dtype: torch.dtype, record: Record, row: int = 0) -> Forward | str:
-    """The proven forward of one router by kernels, not put in place; or for people why there is none.
-
-    See `fuse_routers`. `k`: experts of a token; `dtype`: of the hidden states; `record`: where it records `row`.
-    """
-    return guarded(partial(_fused_or_reason, module, k, dtype, record, row), str)
-
-
-def _fused_or_reason(*args: Any) -> Forward | str:
-    try:
-        return _fused(*args)
-    except Differs as difference:
-        return str(difference)
-
-
-def _fused(module: Any, k: int, dtype: torch.dtype, record: Record, row: int) -> Forward:
-    """The forward that replaces a router's; raises Differs where there is none."""
-    from fdasync_kernels.router.product import router_logits
-
-    kind = kind_of(module)
+def _refusal(module: Any, kind: RouterKind | str, dtype: torch.dtype) -> str:
     if isinstance(kind, str):
-        raise Differs(kind)
-    weight = part_of(module, kind.weight)
+        return kind
+    try:
+        weight = part_of(module, kind.weight)
+    except AttributeError as error:
+        return f"is not built as it was: {error}"
     if weight.dim() != 2 or weight.dtype not in FLOATS or dtype not in FLOATS:
-        raise Differs(f"has a weight {weight.dtype} {tuple(weight.shape)}")
-    if len(weight) > MOST_EXPERTS:
-        raise Differs(f"has {len(weight)} experts, more than the kernel takes")
-    form = prove(module, kind, k, dtype, router_logits, choose)
-    return make_forward(module, kind, form, k, record, row)
+        return f"has a weight {weight.dtype} {tuple(weight.shape)}"
+    return f"has {len(weight)} experts, more than the kernel takes" if len(weight) > MOST_EXPERTS else ""
 
 
 def choose(
@@ -173,7 +177,7 @@ def choose(
 
 def make_forward(module: Any, kind: RouterKind, form: RouterForm, k: int, record: Record, row: int) -> Forward:
     """A router's forward by kernels, unproven, which records in its layer row."""
-    from fdasync_kernels.router.product import router_logits
+    router_logits = product.router_logits
 
     def forward(hidden_states: torch.Tensor, selection_bias: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         weight = part_of(module, kind.weight)

@@ -27,6 +27,7 @@ from fdasync_transformers.mtp.head import head_of
 from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.parallel.slices import Slices
 from fdasync_transformers.start import indexed
+from fdasync_transformers.start.fuse import foresee_all
 from fdasync_transformers.start.mtp import attention_of_mtp, count_mtp, mtp_layout, mtp_note
 from fdasync_transformers.start.open_model import check_routing, library_code, max_context_of, state_note
 from fdasync_transformers.start.recurrent import refuse_cut, refuse_undone
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fdasync.runner.base import RunnerLimits
+    from fdasync_transformers.model.moe_layers import MoELayers
+    from fdasync_transformers.model.recurrent.states import StateLayout
     from fdasync_transformers.start.runner_config import TransformersConfig
     from fdasync_transformers.weights.names import Names
 
@@ -83,7 +86,8 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
             placed = place(names, checkpoint.tensors, checkpoint.folder)
             notes += loading.placed_notes(checkpoint, placed, model.dtype)
         untold = len(notes)
-        facts |= _shapes(model, checkpoint.model_type, config, limits, notes, device)
+        shapes, experts, state = _shapes(model, checkpoint.model_type, config, limits, notes, device)
+        facts |= shapes
         facts |= _parts(model, checkpoint.model_type, config, limits, names)
         if keep_stored(model, checkpoint, config, names):
             facts["weights_nbytes"] = _weights_nbytes(model)
@@ -91,6 +95,10 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
                 forms = kept_forms(model)
                 refuse_remade(placed.tensors, placed.placements, forms)
                 notes[told:untold] = loading.placed_notes(checkpoint, placed, model.dtype, forms)
+        with library_code(checkpoint.model_type, "looking for what kernels replace"):
+            fused = foresee_all(model, config, experts, state, limits)
+        facts["replaced"] = {each.kind.what: len(each.names) for each in fused if each.names}
+        facts["kept"] = tuple(note for each in fused for note in each.notes)
     except UnsupportedModel as error:
         return ModelReport(**facts, served=False, reason=error.reason, notes=tuple(notes))
     return ModelReport(
@@ -110,14 +118,17 @@ def _shapes(
     limits: RunnerLimits,
     notes: list[str],
     device: torch.device,
-) -> dict[str, Any]:
-    """What one pass of one token on the meta device shows. Raises UnsupportedModel and ConfigError."""
+) -> tuple[dict[str, Any], MoELayers | None, StateLayout | None]:
+    """What one pass of one token on the meta device shows; MoE layers and recurrent state.
+
+    Raises UnsupportedModel and ConfigError.
+    """
     check_routing(model, limits)
     try:
         find_experts(model)
     except UnsupportedModel:
         # served where routing is off; the library's code of such experts runs on no meta device, so sizes stay unknown
-        return {}
+        return {}, None, None
     with library_code(kind, "a pass without weights"):
         mends = families.mend(model)
         experts = None if limits.capture is False else find_moe_layers(model, lambda: probe.run(model))
@@ -141,7 +152,7 @@ def _shapes(
             "top_k": max(experts.top_k),
         }
     found["aux_token_nbytes"] = sum(spec.token_nbytes for spec in aux_specs(model, experts, config.aux))
-    return found
+    return found, experts, state
 
 
 def _parts(

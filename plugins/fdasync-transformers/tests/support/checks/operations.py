@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from fdasync_transformers.fused.operations import fuse_operations
+from fdasync_transformers.fused.dense import Gates
+from fdasync_transformers.fused.norms import Norms
+from fdasync_transformers.fused.operations import fuse_operations, operations_of
+from fdasync_transformers.fused.replacement import foresee
+from fdasync_transformers.fused.rotary import Rotary
 from fdasync_transformers.tiny.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -111,11 +115,17 @@ def answers_as_before(made: Made) -> None:
     ids = torch.randint(3, 60, (1, TOKENS), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     with torch.inference_mode():
         before = model(ids, use_cache=False).logits
+        foreseen = {type(one): foresee(one, model) for one in operations_of(model)}
+        assert not any("forward" in vars(module) for module in model.modules())
         fused = fuse_operations(model)
-        assert (len(fused.norms), len(fused.rotary), len(fused.dense)) == (norms, rotary, dense), fused.notes
-        notes = [note for note in fused.notes if not note.startswith("table of angles")]
-        assert {note.split()[note.split().index("of") + 1] for note in notes} == set(own.split())
-        replaced = {*fused.norms, *fused.rotary, *fused.dense, *fused.angles}
+        for kind, found in fused.items():
+            # what is not foreseen as refused is replaced, or its proof failed
+            assert {*found.names} <= {*foreseen[kind].names}
+            assert foreseen[kind].reasons.items() <= found.reasons.items()
+        shown = [fused[kind] for kind in (Norms, Rotary, Gates)]
+        assert [len(each.names) for each in shown] == [norms, rotary, dense], shown
+        assert {kind for each in shown for kind in each.reasons} == set(own.split())
+        replaced = {name for each in fused.values() for name in each.names}
         assert replaced == {name for name, module in model.named_modules() if "forward" in vars(module)}
         after = model(ids, use_cache=False).logits
         near = NEAR[bool(FAMILIES[family].refused) or FAMILIES[family].whole_only] * float(before.abs().max())

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fdasync_transformers.fused.modules import Noise
 from fdasync_transformers.fused.norms import epsilon
-from fdasync_transformers.fused.replaced import Noise
 from torch.nn.functional import rms_norm
 
 from fdasync_trainer.numerics.gradients.recomputed import with_parameters

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from fdasync_transformers.fused.replaced import twin_of
+from fdasync_transformers.fused.modules import twin_of
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:

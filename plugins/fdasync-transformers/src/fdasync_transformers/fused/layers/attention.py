@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Linear, functional
 
 from fdasync_transformers.fused.layers.merged import merge_linears
+from fdasync_transformers.fused.replacement import Differs
 from fdasync_transformers.model.kept.kept import Kept
 from fdasync_transformers.model.kept.linears import kept_product
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from fdasync_kernels.layer.qkv import QkvForm
 
     from fdasync_transformers.fused.layers.merged import Merged
-    from fdasync_transformers.fused.replaced import RowsLinear
+    from fdasync_transformers.fused.modules import RowsLinear
     from fdasync_transformers.model.attention import Paging, Places
     from fdasync_transformers.model.kv import LayerSpec
 
@@ -106,27 +107,23 @@ class FusedAttention:
         return projected
 
 
-def fuse_attention(module: Any, kind: AttentionKind, columns: int) -> FusedAttention | str:
-    """The fused attention of a module, whose projections are merged; a reason where it is not built as it was known.
-
-    `columns`: of the cosines and sines that it is handed.
-    """
+def fuse_attention(module: Any, kind: AttentionKind, columns: int) -> FusedAttention:
+    """The fused attention of a module, whose projections are merged. Raises Differs where it is not built as it was
+    known. `columns`: of the cosines and sines that it is handed."""
     from fdasync_kernels.layer.qkv import QkvForm
 
     projections = [module.q_proj, module.k_proj, module.v_proj]
     dim = int(module.head_dim)
     query, key, value = (linear.weight.shape[0] for linear in projections)
     if key != value or query % dim or key % dim:
-        return f"its projections of {query}, {key} and {value} are no heads of {dim}"
+        raise Differs(f"its projections of {query}, {key} and {value} are no heads of {dim}")
     norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
     if (norms[0] is None) != (norms[1] is None):
-        return "either its queries or its keys have a norm"
+        raise Differs("either its queries or its keys have a norm")
     epsilons = {float(norm.variance_epsilon) for norm in norms if norm is not None}
     if len(epsilons) > 1:
-        return "its norms differ"
+        raise Differs("its norms differ")
     merged = merge_linears(projections)
-    if isinstance(merged, str):
-        return merged
     form = QkvForm(
         heads=query // dim,
         kv_heads=key // dim,

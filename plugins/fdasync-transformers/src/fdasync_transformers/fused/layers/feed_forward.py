@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fdasync_transformers.fused.replaced import past_modes
+from fdasync_transformers.fused.modules import past_modes
 from fdasync_transformers.model.moe_layers import experts_taking
 
 if TYPE_CHECKING:

@@ -8,15 +8,16 @@ no gradient, and calls the library's code outside of steps. Knows no steps. Made
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fdasync_transformers.fused.layers.feed_forward import BlockKind, make_block
-from fdasync_transformers.fused.layers.proof import block_difference, hidden_of, moved
+from fdasync_transformers.fused.known import HYBRID_LAYERS
+from fdasync_transformers.fused.layers.feed_forward import make_block
+from fdasync_transformers.fused.layers.proof import check_bits, check_moved, checked_block, hidden_of
+from fdasync_transformers.fused.modules import refuse_gradient
 from fdasync_transformers.fused.norms import epsilon
-from fdasync_transformers.fused.replaced import refuse_gradient
+from fdasync_transformers.fused.replacement import Differs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from fdasync_transformers.fused.live_rows import LiveRows
 
 _ROWS = 16
-_BLOCK = BlockKind(shared="shared_expert", shared_gate="shared_expert_gate")
-#: decoder layers that norm by 1 + weight, with `linear_attn` or `self_attn`, and experts with a gated shared one
-KNOWN = ("Qwen3NextDecoderLayer", "Qwen3_5MoeDecoderLayer")
 
 
 class HybridLayer:
@@ -42,7 +40,7 @@ class HybridLayer:
         from fdasync_kernels.layer.norm import add_rms_norm
 
         self.layer = layer
-        self.block = make_block(layer.mlp, _BLOCK)
+        self.block = make_block(layer.mlp, HYBRID_LAYERS[type(layer).__name__])
         self.norms = (None, None, None)
         self._own = layer.forward
         self._live = live
@@ -62,7 +60,8 @@ class HybridLayer:
         """The stream behind the first half, and its norm."""
         norm = self.layer.post_attention_layernorm
         eps = epsilon(norm)
-        assert eps is not None
+        if eps is None:
+            raise Differs("its norm does not say what is added to the mean")
         return self._add_norm(residual, mixed, norm.weight, eps, rounding="one_plus")
 
     def _halves(self, hidden: torch.Tensor, slots: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -81,20 +80,10 @@ class HybridLayer:
         return self.block(normed, stream, None, slots)[0].unsqueeze(0)
 
 
-@torch.inference_mode()
-def prove(model: PreTrainedModel, layer: Any, live: LiveRows) -> HybridLayer | str:
-    """A layer by few kernels that computes what the library's does; a reason where there is none. Waits for the
-    device."""
-    made = HybridLayer(layer, live)
+def check_hybrid(model: PreTrainedModel, made: HybridLayer) -> None:
+    """Raise Differs unless a layer by few kernels computes what the library's does. Waits for the device."""
     hidden, mixed = hidden_of(model, _ROWS)[0], hidden_of(model, _ROWS, 1)[0]
-    if epsilon(layer.post_attention_layernorm) is None:
-        return "its norm does not say what is added to the mean"
     stream, normed = made.add(mixed, hidden)
-    if not torch.equal(stream, hidden + mixed):
-        return "the sum behind its attention differs"
-    if moved(normed, layer.post_attention_layernorm(stream)):
-        return "its norms differ"
-    problem, _ = block_difference(
-        SimpleNamespace(layer=layer, block=made.block, norms=made.norms), stream, normed, None
-    )
-    return problem or made
+    check_bits(stream, hidden + mixed, "the sum behind its attention differs")
+    check_moved(normed, made.layer.post_attention_layernorm(stream), "its norms differ")
+    checked_block(made, stream, normed, None)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fdasync_transformers.fused.replaced import linear_of_mode, past_modes, refuse_gradient
+from fdasync_transformers.fused.modules import linear_of_mode, past_modes, refuse_gradient
 from fdasync_transformers.model.attention import StepContext
 
 if TYPE_CHECKING:

@@ -7,16 +7,18 @@ Knows kept layers; knows no steps. Called at start-up by `start/fuse.py`.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fdasync_transformers.fused.proofs import alone, guarded
-from fdasync_transformers.fused.replaced import Noise
+from fdasync_transformers.fused.modules import Noise, check_size
+from fdasync_transformers.fused.replacement import Place, Replacement
 from fdasync_transformers.model.kept.linears import KeptLinear, kept_product, kept_weight
 
 if TYPE_CHECKING:
-    from fdasync_transformers.fused.proofs import Agree
+    from collections.abc import Iterator
+
+    from fdasync_transformers.fused.replacement import Case
 
 # of each tile, and beyond the kernel's
 _ROW_COUNTS = (1, 12, 40)
@@ -24,32 +26,33 @@ _ROW_COUNTS = (1, 12, 40)
 _TOLERANCE = 1e-2
 
 
-def prove_linears(model: torch.nn.Module, agree: Agree = alone) -> tuple[int, str]:
-    """Compare all kept layers and let the kernels compute them; how many there are, and for people why the kernels do
-    not, or "". Waits for the device. `agree`: what the ranks of a group make of a reason."""
-    found = [(path, module) for path, module in model.named_modules() if isinstance(module, KeptLinear)]
-    problem = ""
-    for path, module in found:
-        problem = guarded(partial(_difference, module), str)
-        if problem:
-            problem = f"{path} {problem}"
-            break
-    problem = agree(problem)
-    if not problem:
-        for _, module in found:
-            module.proven = True
-    return len(found), problem
+class KeptLinears(Replacement[bool]):
+    """Layers that are kept as stored, which the kernels compute once they are proven."""
+
+    what = which = "stored linear layers"
+    together = True
+
+    def finds(self, model: Any) -> Iterator[Place]:
+        for path, module in model.named_modules():
+            if isinstance(module, KeptLinear):
+                yield Place(path, module, "", path)
+
+    def candidates(self, place: Place) -> tuple[bool, ...]:
+        """The kernels."""
+        del place
+        return (True,)
+
+    def cases(self, place: Place) -> list[Case[bool]]:
+        noise = Noise(kept_weight(place.module).device)
+        columns = kept_weight(place.module).shape[1]
+        rows = [noise.normal(count, columns, dtype=torch.bfloat16) for count in _ROW_COUNTS]
+        return [partial(_compare, place.module, each) for each in rows]
+
+    def put(self, place: Place, candidate: bool) -> None:
+        place.module.proven = candidate
 
 
-@torch.inference_mode()
-def _difference(module: KeptLinear) -> str:
-    """How the kernels' products differ from the library's; "" if they do not."""
+def _compare(module: KeptLinear, rows: torch.Tensor, proven: bool) -> None:
     weight = kept_weight(module)
-    noise = Noise(weight.device)
-    for count in _ROW_COUNTS:
-        rows = noise.normal(count, weight.shape[1], dtype=torch.bfloat16)
-        ours, library = (kept_product(rows, weight, module.bias, proven=proven).float() for proven in (True, False))
-        distance = float((ours - library).norm() / library.norm())
-        if not distance <= _TOLERANCE:
-            return f"gives other results ({distance:.1e} of their size, at {count} rows)"
-    return ""
+    ours, library = (kept_product(rows, weight, module.bias, proven=one) for one in (proven, False))
+    check_size(ours, library, _TOLERANCE, f", at {len(rows)} rows")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from fdasync_kernels.experts.stored import BLOCK
 
+from fdasync_transformers.fused.replacement import Differs
 from fdasync_transformers.model.kept.forms import FP8
 from fdasync_transformers.model.kept.kept import Kept
 from fdasync_transformers.model.kept.linears import KeptLinear
@@ -32,8 +33,8 @@ class Merged(NamedTuple):
     bias: torch.Tensor | None
 
 
-def merge_linears(linears: Sequence[torch.nn.Linear]) -> Merged | str:
-    """Bind the weights (and biases) of linears to one storage, their values kept; a reason where that cannot be.
+def merge_linears(linears: Sequence[torch.nn.Linear]) -> Merged:
+    """Bind the weights (and biases) of linears to one storage, their values kept; raises Differs where that cannot be.
 
     The parameters stay the same objects with new addresses: call it before anything keeps their addresses (a graph).
     Until it returns, the memory of the parts is held twice. Linears that are merged already are left as they are.
@@ -43,12 +44,12 @@ def merge_linears(linears: Sequence[torch.nn.Linear]) -> Merged | str:
     biases: list[torch.Tensor | None] = [linear.bias for linear in linears]
     kinds = {(type(linear), linear.weight.shape[1], linear.weight.dtype, linear.weight.device) for linear in linears}
     if len(kinds) > 1 or not (stored or type(linears[0]) is torch.nn.Linear):
-        return "its projections are not alike"
+        raise Differs("its projections are not alike")
     if stored and any(len(weight) % BLOCK for weight in weights[:-1]):
-        return f"its projections end within blocks of {BLOCK} rows that share a scale"
+        raise Differs(f"its projections end within blocks of {BLOCK} rows that share a scale")
     given = [bias for bias in biases if bias is not None]
     if given and len(given) < len(biases):
-        return "some of its projections have a bias, and some have none"
+        raise Differs("some of its projections have a bias, and some have none")
     return Merged(_bind_kept(linears) if stored else _bind(weights), _bind(given) if given else None)
 
 

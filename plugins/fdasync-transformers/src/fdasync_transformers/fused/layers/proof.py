@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 
+from fdasync_transformers.fused.replacement import Differs
 from fdasync_transformers.model import attention as paged
 from fdasync_transformers.model.attention import Paging, Places, StepContext
 from fdasync_transformers.model.kv import LayerSpec
@@ -83,10 +84,8 @@ def hidden_of(model: PreTrainedModel, rows: int, seed: int = 0) -> torch.Tensor:
     return noise.to(model.device, model.dtype)
 
 
-def difference(
-    model: PreTrainedModel, fused: FusedLayer, follower: Any, rotary: Any, *, exact: Exact | None = None
-) -> str:
-    """How a fused layer, not yet in use, differs from the library's own; "" if it does not.
+def check_layer(model: PreTrainedModel, follower: Any, rotary: Any, exact: Exact | None, fused: FusedLayer) -> None:
+    """Raise Differs unless a fused layer, not yet in use, computes what the library's own does.
 
     `follower`: the norm module behind the layer that the fused one computes, or None; `rotary`: of the decoder;
     `exact`: within it the whole layer must have the bits of its modules.
@@ -98,52 +97,41 @@ def difference(
     model.set_attn_implementation(paged.NAME)
     config._attn_implementation = paged.NAME
     try:
-        return _difference(model, fused, follower, rotary) or (_inexact(model, fused, rotary, exact) if exact else "")
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        return f"it cannot be compared: {type(error).__name__}: {error}"
+        _check_stages(model, fused, follower, rotary)
+        if exact is not None:
+            _check_bits(model, fused, rotary, exact)
     finally:
         config._attn_implementation = its_own
         model.set_attn_implementation(before)
 
 
-def _difference(model: PreTrainedModel, fused: FusedLayer, follower: Any, rotary: Any) -> str:
+def _check_stages(model: PreTrainedModel, fused: FusedLayer, follower: Any, rotary: Any) -> None:
     from fdasync_kernels.layer.finish import add_norm, norm_rows
 
     hidden = hidden_of(model, _ROWS)
     positions = torch.arange(_ROWS, device=hidden.device)[None]
     turns = rotary(hidden, position_ids=positions)
     layer = fused.layer
-    problem, block = _attention(fused, layer.input_layernorm(hidden), turns, positions)
-    if problem:
-        return problem
+    block = _checked_attention(fused, layer.input_layernorm(hidden), turns, positions)
     stream, normed = add_norm(block, hidden[0], fused.norms[1])
-    if not torch.equal(stream, hidden[0] + block):
-        return "the sum behind its attention differs"
-    if moved(normed, layer.post_attention_layernorm(stream)) or moved(
-        norm_rows(hidden[0], fused.norms[0]), layer.input_layernorm(hidden)[0]
-    ):
-        return "its norms differ"
-    problem, out = block_difference(fused, stream, normed, follower)
-    if problem:
-        return problem
+    check_bits(stream, hidden[0] + block, "the sum behind its attention differs")
+    check_moved(normed, layer.post_attention_layernorm(stream), "its norms differ")
+    check_moved(norm_rows(hidden[0], fused.norms[0]), layer.input_layernorm(hidden)[0], "its norms differ")
+    out = checked_block(fused, stream, normed, follower)
     own, ours = _whole(fused, hidden, positions, turns)
     fused.carry.take(out)
-    return "" if _alike(ours, own, _ALIKE_SHARE) else "it returns other hidden states"
+    _check_rows(ours, own, "it returns other hidden states", _ALIKE_SHARE)
 
 
-def _inexact(model: PreTrainedModel, fused: FusedLayer, rotary: Any, exact: Exact) -> str:
-    """Whether bits differ where every product has one order."""
+def _check_bits(model: PreTrainedModel, fused: FusedLayer, rotary: Any, exact: Exact) -> None:
+    """Where every product has one order."""
     for seed in range(_EXACT_TRIALS):
         hidden = hidden_of(model, _ROWS, seed)
         positions = torch.arange(_ROWS, device=hidden.device)[None]
         with exact():
             turns = rotary(hidden, position_ids=positions)
             own, ours = _whole(fused, hidden, positions, turns)
-        if _unequal(ours, own):
-            return "it has other bits than its modules one by one"
-    return ""
+        check_bits(ours, own, "it has other bits than its modules one by one")
 
 
 def _whole(
@@ -164,16 +152,16 @@ def _context(fused: FusedLayer, example: torch.Tensor, positions: torch.Tensor, 
     return StepContext({spec.index: spec}, _Catch(form, example, pooled=pooled), positions[0])
 
 
-def _attention(
+def _checked_attention(
     fused: FusedLayer, normed: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor], positions: torch.Tensor
-) -> tuple[str, torch.Tensor]:
-    """The first difference of the attention, and its output."""
+) -> torch.Tensor:
+    """The output of the attention, which does not differ."""
     ours, module = fused.attention, fused.layer.self_attn
     qkv = ours.product(normed[0])
     linears = (module.q_proj, module.k_proj, module.v_proj)
     slices = torch.split(qkv, [linear.weight.shape[0] for linear in linears], dim=-1)
-    if not all(_alike(part, linear(normed)[0]) for part, linear in zip(slices, linears, strict=True)):
-        return "its merged product differs", normed
+    for part, linear in zip(slices, linears, strict=True):
+        _check_rows(part, linear(normed)[0], "its merged product differs")
     theirs = _context(fused, normed, positions, pooled=False)
     # the module's own code on the very product
     with ExitStack() as patches:
@@ -188,55 +176,56 @@ def _attention(
     places = paging.places(spec)
     found = ours.attend(qkv, turns, spec, paging, places)
     caught: Any = theirs.paging
-    differs = moved if ours.form.norm else _unequal
-    for name, mine, library in (("queries", paging.query, caught.query), ("keys", paging.key, caught.key)):
-        if differs(mine, library):
-            return f"its {name} differ", found
-    if _unequal(paging.value, caught.value):
-        return "its values differ", found
+    check = check_moved if ours.form.norm else check_bits
+    check(paging.query, caught.query, "its queries differ")
+    check(paging.key, caught.key, "its keys differ")
+    check_bits(paging.value, caught.value, "its values differ")
     scales, sinks = zip(paging.given, caught.given, strict=True)
     if scales[0] != scales[1] or sinks[0] is not sinks[1]:
-        return "its attention has another scaling or other sinks", found
-    return "" if _alike(found, wanted[0]) else "its output projection differs", found
+        raise Differs("its attention has another scaling or other sinks")
+    _check_rows(found, wanted[0], "its output projection differs")
+    return found
 
 
-def block_difference(fused: Any, stream: torch.Tensor, normed: torch.Tensor, follower: Any) -> tuple[str, torch.Tensor]:
-    """The first difference of the second block of a layer that has `layer`, `block` and `norms`, and its output."""
+def checked_block(fused: Any, stream: torch.Tensor, normed: torch.Tensor, follower: Any) -> torch.Tensor:
+    """The output of the second block of a layer that has `layer`, `block` and `norms`, which does not differ."""
     block = fused.block
+    out: torch.Tensor
     out, next_normed = block(normed, stream, fused.norms[2], None)
     apart = block.separately(normed)
-    differs = moved if getattr(block, "gated", False) else _unequal
-    if differs(out, stream + apart):
-        return "the sum behind its second block differs", out
+    check = check_moved if getattr(block, "gated", False) else check_bits
+    check(out, stream + apart, "the sum behind its second block differs")
     own = fused.layer.mlp(normed[None])
-    if not _alike(apart, (own[0] if isinstance(own, tuple) else own)[0]):
-        return "its second block differs", out
+    _check_rows(apart, (own[0] if isinstance(own, tuple) else own)[0], "its second block differs")
     if (follower is None) != (next_normed is None):
-        return "it hands on a norm where no fused layer follows", out
-    if next_normed is not None and moved(next_normed, follower(out)):
-        return "the norm that it hands on differs", out
-    return "", out
+        raise Differs("it hands on a norm where no fused layer follows")
+    if next_normed is not None:
+        check_moved(next_normed, follower(out), "the norm that it hands on differs")
+    return out
 
 
-def _unequal(ours: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return ours.dtype != wanted.dtype or not torch.equal(ours, wanted)
+def check_bits(ours: torch.Tensor, wanted: torch.Tensor, reason: str) -> None:
+    """Raise Differs unless the bits are the same."""
+    if ours.dtype != wanted.dtype or not torch.equal(ours, wanted):
+        raise Differs(reason)
 
 
-def moved(ours: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether values behind a norm differ by more than its last bit can do."""
+def check_moved(ours: torch.Tensor, wanted: torch.Tensor, reason: str) -> None:
+    """Raise Differs where values behind a norm differ by more than its last bit can do."""
     if ours.dtype != wanted.dtype or ours.shape != wanted.shape:
-        return True
+        raise Differs(reason)
     distance = (ours.float() - wanted.float()).abs()
     edge = 8 * torch.finfo(ours.dtype).eps * wanted.float().abs().amax(-1, keepdim=True)
-    if not bool((distance <= edge).all()):
-        return True
-    return ours.dtype is not torch.float32 and float((ours != wanted).float().mean()) > _MOVED_SHARE
+    many = ours.dtype is not torch.float32 and float((ours != wanted).float().mean()) > _MOVED_SHARE
+    if many or not bool((distance <= edge).all()):
+        raise Differs(reason)
 
 
-def _alike(ours: torch.Tensor, wanted: torch.Tensor, share: float = 1.0) -> bool:
-    """Whether this share of the rows are, up to sums in another order."""
+def _check_rows(ours: torch.Tensor, wanted: torch.Tensor, reason: str, share: float = 1.0) -> None:
+    """Raise Differs unless this share of the rows are alike, up to sums in another order."""
     if ours.dtype != wanted.dtype or ours.shape != wanted.shape:
-        return False
+        raise Differs(reason)
     distance = (ours.float() - wanted.float()).norm(dim=-1)
     near = distance <= _ROW_TOLERANCE[ours.dtype] * wanted.float().norm(dim=-1)
-    return float(near.float().mean()) >= share
+    if not float(near.float().mean()) >= share:
+        raise Differs(reason)

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from fdasync.errors import InvariantBroken, UnsupportedModel
-from fdasync_transformers.fused.proofs import alone, guarded
-from fdasync_transformers.fused.recurrent.gated_delta import GatedDelta, difference
+from fdasync_transformers.fused.recurrent.gated_delta import GatedDelta, check_net
+from fdasync_transformers.fused.replacement import Place, Replacement, alone, replace
 from fdasync_transformers.model.recurrent.mixers import find_mixers, methods_of, source_of, state_calls
 from fdasync_transformers.model.recurrent.states import StateLayout
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from fdasync_kernels.recurrence.recur import Norm
     from fdasync_kernels.recurrence.spans import Spans
 
-    from fdasync_transformers.fused.proofs import Agree
     from fdasync_transformers.fused.recurrent.gated_delta import Computes
+    from fdasync_transformers.fused.replacement import Agree, Case
     from fdasync_transformers.model.recurrent.mixers import Mixer
     from fdasync_transformers.model.recurrent.states import Kind, Part, States
     from fdasync_transformers.model.recurrent.steps import MixedForward
@@ -77,11 +77,9 @@ class FlatSteps:
                 # kernels keep it in float32 within a chunk: its bits would depend on how tokens come
                 raise UnsupportedModel(name, f"a recurrent state in {', '.join(sorted(dtypes))} has no kernel")
         self._forwards = tuple(forwards)
-        proofs: dict[type, str] = {}
-        self._flat = tuple(_forward_of(one.mixer, layout, proofs, agree) for one in forwards)
-        self.notes = tuple(
-            [f"recurrent layers {kind.__name__} are the library's own: {why}" for kind, why in proofs.items() if why]
-        )
+        nets = Nets(layout, [_FlatForward(one.mixer, layout.parts[one.mixer.name]) for one in forwards])
+        self.notes = replace(nets, [one.mixer for one in forwards], agree).notes
+        self._flat = tuple(nets.flat)
 
     @contextmanager
     def step(self, spans: Spans, states: States) -> Iterator[None]:
@@ -95,20 +93,39 @@ class FlatSteps:
                 forward.compute = None
 
 
-def _forward_of(mixer: Mixer, layout: StateLayout, proofs: dict[type, str], agree: Agree) -> Computes:
-    """A forward by few kernels, if the mixer is known and they compute what the library's code does; one mixer of a
-    class is tried, and `proofs` has how it differs."""
-    parts, kind = layout.parts[mixer.name], type(mixer.module)
-    flat, known = _FlatForward(mixer, parts), GatedDelta.make(mixer, parts)
-    if known is None:
-        if GatedDelta.knows(kind):
-            proofs[kind] = "they are built otherwise than the class that is known"
-        return flat
-    if kind not in proofs:
-        own = StateLayout(layout.specs, {mixer.name: parts})
-        # without a sum: every rank has the whole of it
-        proofs[kind] = agree(guarded(partial(difference, known, flat, own), str))
-    return flat if proofs[kind] else known
+class Nets(Replacement[GatedDelta]):
+    """Mixers that few kernels may compute; one of a class is tried.
+
+    Attributes:
+        flat: of each mixer, what computes it: by the library's code, until it is replaced.
+    """
+
+    what, which = "gated delta nets", "recurrent layers"
+
+    def __init__(self, layout: StateLayout, flat: list[Computes]) -> None:
+        self.flat = flat
+        self._layout = layout
+
+    def finds(self, model: Sequence[Mixer]) -> Iterator[Place]:
+        for number, mixer in enumerate(model):
+            kind = type(mixer.module)
+            if GatedDelta.knows(kind):
+                known = GatedDelta.make(mixer, self._layout.parts[mixer.name])
+                refusal = "" if known else "they are built otherwise than the class that is known"
+                yield Place(mixer.name, mixer, kind.__name__, refusal=refusal, key=kind.__name__, given=(number, known))
+
+    def candidates(self, place: Place) -> tuple[GatedDelta, ...]:
+        return (place.given[1],)
+
+    def cases(self, place: Place) -> list[Case[GatedDelta]]:
+        own = StateLayout(self._layout.specs, {place.name: self._layout.parts[place.name]})
+        return [partial(check_net, self.flat[place.given[0]], own)]
+
+    def put(self, place: Place, candidate: GatedDelta) -> None:
+        # of its class one was tried
+        del candidate
+        number, known = place.given
+        self.flat[number] = known
 
 
 class _FlatForward:

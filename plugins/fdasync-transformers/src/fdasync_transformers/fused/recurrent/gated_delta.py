@@ -2,7 +2,7 @@
 
 Known by class: someone read the library's code of Qwen3-Next and Qwen3.5 and found this structure (transformers 5.23).
 Of forty launches six or eight remain. What is made here is compared with the library's code on random rows before it is
-used (`difference`); what differs keeps the way of `flat.py`. Knows no steps. Called by `flat.py`.
+used (`check_net`); what differs keeps the way of `flat.py`. Knows no steps. Called by `flat.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fdasync_transformers.fused.known import NETS
+from fdasync_transformers.fused.modules import check_size
 from fdasync_transformers.model.recurrent.states import States
 
 if TYPE_CHECKING:
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     #: computes a mixer's rows with the states of their sequences: hidden states and further arguments
     Computes = Callable[[Spans, States, torch.Tensor, dict[str, Any]], Any]
 
-_TOGETHER, _APART = ("in_proj_qkvz", "in_proj_ba"), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-_KNOWN = {"Qwen3NextGatedDeltaNet": _TOGETHER, "Qwen3_5MoeGatedDeltaNet": _APART}
 _TOKENS = 5
 # relative: only the order of sums is ours
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4}
@@ -37,7 +37,7 @@ class GatedDelta:
     def __init__(self, mixer: Mixer, parts: tuple[Part, ...]) -> None:
         module: Any = mixer.module
         self._module = module
-        self._together = hasattr(module, _TOGETHER[0])
+        self._together = hasattr(module, "in_proj_qkvz")
         self._parts = {part.kind: part for part in parts}
         self._groups, self._heads = int(module.num_k_heads), int(module.num_v_heads)
         self._keys, self._values = int(module.head_k_dim), int(module.head_v_dim)
@@ -47,7 +47,7 @@ class GatedDelta:
     def make(cls, mixer: Mixer, parts: tuple[Part, ...]) -> GatedDelta | None:
         """None: the module is of another class, or is built otherwise."""
         module: Any = mixer.module
-        known = _KNOWN.get(type(module).__name__, ())
+        known = NETS.get(type(module).__name__, ())
         if not known or not all(hasattr(module, name) for name in known):
             return None
         plain = module.activation == "silu" and module.norm.activation == "silu" and module.conv1d.bias is None
@@ -56,7 +56,7 @@ class GatedDelta:
     @staticmethod
     def knows(kind: type) -> bool:
         """Whether mixers of this class are computed so, unless they are built otherwise."""
-        return kind.__name__ in _KNOWN
+        return kind.__name__ in NETS
 
     def _where(self) -> torch.Tensor:
         """Where each channel of the convolution is in a row of the merged projection: by groups of heads, of each its
@@ -103,12 +103,9 @@ class GatedDelta:
         return projected
 
 
-@torch.inference_mode()
-def difference(ours: GatedDelta, library: Computes, layout: StateLayout) -> str:
-    """How the few kernels differ from the library's code on random rows, a begun and a fresh sequence; "": they do not.
-
-    Waits for the device.
-    """
+def check_net(library: Computes, layout: StateLayout, ours: GatedDelta) -> None:
+    """Raise Differs unless the few kernels compute what the library's code does on random rows, of a begun and of a
+    fresh sequence. Waits for the device."""
     import numpy as np
     from fdasync_kernels.recurrence.spans import FRESH, PlanSize, Spans, plan_spans
 
@@ -128,7 +125,4 @@ def difference(ours: GatedDelta, library: Computes, layout: StateLayout) -> str:
         own = [states.rows[part.spec][:, part.row] for part in ours._parts.values()]
         results.append((compute(spans, states, hidden, {})[0], *own))
     for got, wanted in zip(*results, strict=True):
-        error = float((got.float() - wanted.float()).norm() / wanted.float().norm())
-        if not error <= _TOLERANCE.get(dtype, 0.0):
-            return f"relative error {error:.1e}"
-    return ""
+        check_size(got, wanted, _TOLERANCE.get(dtype, 0.0))

@@ -1,7 +1,6 @@
-"""What the files of this room share: forwards that are put on instances, comparisons of results, the way past modes.
+"""What the files of this room share: modules and copies of them, made-up rows, comparisons, the way past modes.
 
-Knows no kernels. Called by `norms.py`, `rotary.py`, `angles.py`, `dense.py`; for the refusal of gradients and the way
-past modes also by `routers.py`, `experts_interface.py`, `layers/` and `fixed/`.
+Knows no kernels. Used by all that is fused, and by the trainer's numerics.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ import copy
 import inspect
 import re
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fdasync.errors import RunnerError
+from fdasync_transformers.fused.replacement import Differs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -25,31 +24,11 @@ if TYPE_CHECKING:
 
 NO_GRADIENT = "what is fused has no gradient: train a model of its own, not the one that a runner has opened"
 
+OWN_FORWARD = "it has a forward of its own already"
+
 # halves of multimodal models that no step runs
 _NOT_TEXT = re.compile(r"(?:^|\.)(?:visual|vision\w*|audio\w*)(?:\.|$)")
 _INTS = {2: torch.int16, 4: torch.int32}
-
-
-@dataclass
-class Replaced:
-    """Modules whose forward was replaced on the instance.
-
-    Attributes:
-        names: of the modules in the model.
-        reasons: for people: by class or function, why others are the library's own; one of each.
-    """
-
-    names: list[str] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)
-
-    def put(self, name: str, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
-        """Replace the forward of a module that has none of its own."""
-        module.forward = forward
-        self.names.append(name)
-
-    def leave(self, kind: str, reason: str) -> None:
-        """Note why modules of a class keep the library's code; the first reason stays."""
-        self.reasons.setdefault(kind, reason)
 
 
 def text_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -119,13 +98,19 @@ class Noise:
         return (torch.randn(shape, generator=self._generator) * scale).to(self._device, dtype)
 
 
-def shape_difference(ours: Any, library: Any) -> str:
-    """How the results of two forwards differ in kind; "" if they do not."""
+def check_kind(ours: Any, library: Any) -> None:
+    """Raise Differs unless the results of two forwards are tensors of one shape and dtype."""
     if not isinstance(library, torch.Tensor):
-        return f"returns {type(library).__name__}, not a tensor"
+        raise Differs(f"returns {type(library).__name__}, not a tensor")
     if ours.shape != library.shape or ours.dtype is not library.dtype:
-        return f"returns {library.dtype} {tuple(library.shape)}, not {ours.dtype} {tuple(ours.shape)}"
-    return ""
+        raise Differs(f"returns {library.dtype} {tuple(library.shape)}, not {ours.dtype} {tuple(ours.shape)}")
+
+
+def check_size(ours: torch.Tensor, library: torch.Tensor, most: float, where: str = "") -> None:
+    """Raise Differs unless the distance of all results is `most` of their size; `where`: the end of the reason."""
+    distance = float((ours.float() - library.float()).norm() / library.float().norm())
+    if not distance <= most:
+        raise Differs(f"gives other results ({distance:.1e} of their size{where})")
 
 
 def steps_apart(ours: torch.Tensor, library: torch.Tensor) -> torch.Tensor:
