@@ -233,16 +233,17 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_transformers.start": (
-            *_RUNNER, "fdasync_kernels.experts.stored", "fdasync.registry.mapping", "fdasync.request",
-            "fdasync.runner.report", "fdasync_transformers.capture.*", "fdasync_transformers.execution.*",
-            "fdasync_transformers.fixed.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
-            "fdasync_transformers.mtp.*", "fdasync_transformers.parallel.*", "fdasync_transformers.weights.*",
+            *_ARENAS, *_RUNNER, "fdasync_kernels.experts.stored", "fdasync.ipc.exchange", "fdasync.registry.mapping",
+            "fdasync.request", "fdasync.runner.report", "fdasync_transformers.capture.*",
+            "fdasync_transformers.execution.*", "fdasync_transformers.fixed.*", "fdasync_transformers.fused.*",
+            "fdasync_transformers.model.*", "fdasync_transformers.mtp.*", "fdasync_transformers.parallel.*",
+            "fdasync_transformers.sampling.*", "fdasync_transformers.weights.*",
         ),
     },
     {
         "fdasync_transformers": (
             *_ARENAS, *_RUNNER, "fdasync.engine.tokenizer", "fdasync.ipc.exchange", "fdasync.ipc.peers.blocks",
-            "fdasync.request",
+            "fdasync.ipc.remote", "fdasync.request",
             "fdasync.runner.report", "fdasync_transformers.*",
         ),
     },

@@ -69,7 +69,7 @@ class Arm:
         self._rig = rig
         self._captures = captures
         self._step_model = step_model or rig.step_model
-        self._aux = AuxData((rig.capture,)) if captures else None
+        self._aux = AuxData((rig.capture,) if captures else ())
         self._step_id = 0
         self.table = InputBatch(
             scale.sizes[-1], scale.blocks_each * scale.block_tokens, scale.block_tokens, len(rig.pool.blocks)
@@ -204,8 +204,8 @@ class Rig:
             ),
         )
         rig.capacity = await rig.runner.open()
-        step_model: Any = rig.runner._step_model
-        moe: Any = rig.runner._moe
+        step_model: Any = rig.runner.opened.model.step_model
+        moe: Any = rig.runner.opened.model.captured
         rig.step_model, rig.moe = step_model, moe
         rig.device = step_model.model.device
         rig.services = make_services(rig.device)
@@ -225,7 +225,7 @@ class Rig:
             rows.fill(0)
         rig.arms = {}
         # the same routers in both arms: the graphs of this one are captured while they record nothing
-        routers = rig.runner._routers
+        routers = rig.runner.opened.model.routers
         if "off" in names:
             rig.arms["off"] = Arm(rig, captures=False)
             say("arm off: captured")
@@ -236,7 +236,7 @@ class Rig:
         say("arm on: captured")
         if "fixed" in names:
             fixed = DeviceStepModel(
-                step_model.model, step_model.layout, scale.sizes[-1], live=rig.runner._live, fixed=True
+                step_model.model, step_model.layout, scale.sizes[-1], live=rig.runner.opened.model.live, fixed=True
             )
             rig.arms["fixed"] = Arm(rig, captures=True, step_model=fixed)
             say("arm fixed: captured")

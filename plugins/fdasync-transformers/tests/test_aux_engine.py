@@ -90,7 +90,7 @@ async def test_from_a_store_into_another_engine(
 ) -> None:
     model = make_tiny_checkpoint(tmp_path / "model", family)
     # a model this small computes faster than any store reads, so the engines get another speed
-    monkeypatch.setattr("fdasync_transformers.runner.prefill_tokens_per_s", lambda *_: 1.0)
+    monkeypatch.setattr("fdasync_transformers.start.capacity.prefill_tokens_per_s", lambda *_: 1.0)
     store = {
         "store": "file",
         "store_config": {"path": str(tmp_path / "store")},

@@ -264,7 +264,7 @@ async def test_ranks_draft_as_one_process_does(
     # the same drafts, but for those that preemptions at other moments cost
     assert abs(stats.own_accepted_tokens - alone.own_accepted_tokens) < 20
     # a model this small computes faster than any store reads, so the one process gets another speed
-    monkeypatch.setattr("fdasync_transformers.runner.prefill_tokens_per_s", lambda *_: 1.0)
+    monkeypatch.setattr("fdasync_transformers.start.capacity.prefill_tokens_per_s", lambda *_: 1.0)
     async with Engine(config(folder, speculation, runner_config=exact, fetch_min_tokens=4, **tiers)) as engine:
         prompt = (*PROMPTS[0], *wanted[0].samples[0].token_ids[:9])
         again = await engine.complete(prompt, msgspec.structs.replace(PARAMS[0], max_tokens=11))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from fdasync_transformers import TransformersConfig
-from fdasync_transformers.execution import memory_profile
+from fdasync_transformers.start import capacity
 from fdasync_transformers.start.runner_config import device_of, memory_share
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from step_driver import Driver
@@ -78,7 +78,7 @@ async def test_blocks_on_a_cpu_are_shared(tmp_path: Path, monkeypatch: pytest.Mo
     make_tiny_checkpoint(tmp_path, "qwen3_moe")
     blocks = []
     # so that memory is what bounds them
-    monkeypatch.setattr(memory_profile, "_free_host_nbytes", lambda: 1 << 20)
+    monkeypatch.setattr(capacity, "_free_host_nbytes", lambda: 1 << 20)
     for instances in (1, 2):
         driver = await Driver.open(tmp_path, num_blocks=None, config={"device": "cpu", "instances": instances})
         blocks.append(driver.capacity.num_blocks)
@@ -105,11 +105,14 @@ def test_of_a_shared_gpu_what_others_have_not_taken_yet_is_theirs(
     class Step:
         model = Model()
 
-    monkeypatch.setattr(memory_profile, "_step_peak_nbytes", lambda *_: 3 * GIB)
-    monkeypatch.setattr(memory_profile, "_beside_nbytes", lambda *_: 2 * GIB)
+    class Opened:
+        step_model = Step()
+
+    monkeypatch.setattr(capacity, "_step_peak_nbytes", lambda *_: 3 * GIB)
+    monkeypatch.setattr(capacity, "_beside_nbytes", lambda *_: 2 * GIB)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_gib * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10 * GIB)
-    step: Any = Step()
+    opened: Any = Opened()
     limits: Any = None
-    assert memory_profile._free_nbytes(step, limits, 1, 1, share, 0) == int(fits_gib * GIB * 0.92) - 5 * GIB
+    assert capacity._free_nbytes(opened, limits, share, 0, 0) == int(fits_gib * GIB * 0.92) - 5 * GIB

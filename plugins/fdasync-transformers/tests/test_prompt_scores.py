@@ -115,7 +115,7 @@ async def test_logits_are_made_some_rows_at_a_time(tmp_path: Path, monkeypatch: 
     model = make_tiny_checkpoint(tmp_path, "qwen3_moe")
     monkeypatch.setattr(scoring, "SCORE_ROWS", 4)
     driver = await Driver.open(tmp_path, config={"self_check": False})
-    head: Any = driver.runner._step_model.head  # type: ignore[union-attr]
+    head: Any = driver.runner.opened.model.step_model.head  # type: ignore[union-attr]
     asked = []
     plain = head.logits
     monkeypatch.setattr(head, "logits", lambda rows: asked.append(len(rows)) or plain(rows))

@@ -57,7 +57,7 @@ async def test_two_ranks_serve_store_and_take_new_weights_as_one_process_does(
     new = make_tiny_checkpoint(tmp_path / "new", "qwen3_moe", 1, num_hidden_layers=2)
     expected = weights_fingerprint(new, dtype="float64")
     # a model this small computes faster than any store reads, so the one engine gets another speed
-    monkeypatch.setattr("fdasync_transformers.runner.prefill_tokens_per_s", lambda *_: 1.0)
+    monkeypatch.setattr("fdasync_transformers.start.capacity.prefill_tokens_per_s", lambda *_: 1.0)
     async with Engine(config(tmp_path / "old", 2, tmp_path / "store")) as engine:
         many, scores = await answers(engine)
         with pytest.raises(Exception, match="grammar"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,14 +14,18 @@ from fdasync_transformers.model import ragged
 from fdasync_transformers.model.attention import paged_attention
 from fdasync_transformers.model.kv import KVLayout, KVPool, LayerSpec, Reach
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
+from fdasync_transformers.weights.groups.joined import JoinedGroups
 from fdasync_transformers.weights.random_checkpoints import EOS_ID
 from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE as VOCAB
+from fdasync_transformers.weights.update import LiveWeights
 from step_driver import Driver, Sequence
 
 from fdasync.cache.aux_arena import AuxArena
 from fdasync.errors import CheckpointError, ConfigError, InvariantBroken, RunnerError
 from fdasync.events.actions import Chunk, RunStep
-from fdasync.runner.base import RunnerLimits
+from fdasync.ipc.remote import marked
+from fdasync.runner.base import Runner, RunnerLimits
+from fdasync.runner.chosen import LentRows
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -116,7 +121,7 @@ async def test_a_skipped_sequence_loses_nothing(driver: Driver, saved: tuple[Pat
 
 
 async def test_what_a_past_owner_left_in_a_block_is_not_seen(driver: Driver, saved: tuple[Path, Any]) -> None:
-    pool = driver.runner._executor._bound.pool
+    pool = driver.runner.bound.executor._bound.pool
     assert pool is not None
     pool.blocks.fill_(float("nan"))
     sequences = [driver.sequence(prompt_of(n, seed=n), 9) for n in (3, 8, 18)]
@@ -209,8 +214,7 @@ def test_block_tokens_follow_the_bytes(token_nbytes: int, block_tokens: int) -> 
 
 
 async def test_a_step_without_samples_computes_no_logits(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert driver.runner._step_model is not None
-    head = driver.runner._step_model.model.lm_head
+    head = driver.runner.opened.model.step_model.model.lm_head
     shapes: list[tuple[int, ...]] = []
     hook = head.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
     seq = driver.sequence(prompt_of(12), 3)
@@ -253,8 +257,7 @@ async def test_raw_logprobs_are_those_of_the_plain_model(driver: Driver, saved: 
 
 
 async def test_rows_of_a_padded_head_are_never_sampled(driver: Driver, saved: tuple[Path, Any]) -> None:
-    assert driver.runner._step_model is not None
-    model: Any = driver.runner._step_model.model
+    model: Any = driver.runner.opened.model.step_model.model
     weight = model.lm_head.weight.detach()
     padded = torch.nn.Linear(weight.shape[1], 2 * VOCAB, bias=False)
     with torch.no_grad():
@@ -413,12 +416,18 @@ async def test_two_runners_in_one_process_do_not_meet(saved: tuple[Path, Any], t
     await two.close()
 
 
+def test_a_part_has_the_method_of_each_verb_that_is_forwarded() -> None:
+    for name in [one for one in marked(Runner) if hasattr(vars(TransformersRunner)[one], "__wrapped__")]:
+        (part,) = [part for part in (JoinedGroups, LentRows, LiveWeights) if hasattr(part, name)]
+        asked, has = ([*signature(getattr(one, name)).parameters] for one in (Runner, part))
+        assert has[: len(asked)] == asked, f"{part.__name__}.{name}"
+
+
 # -- failure and end ----------------------------------------------------------------------------
 
 
 async def test_launch_never_raises_and_stops_after_a_failure(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert driver.runner._step_model is not None
-    model = driver.runner._step_model.model
+    model = driver.runner.opened.model.step_model.model
     honest = model.forward
     monkeypatch.setattr(model, "forward", lambda **_: 1 / 0)
     seq = driver.sequence(prompt_of(6), 2)
@@ -432,8 +441,7 @@ async def test_launch_never_raises_and_stops_after_a_failure(driver: Driver, mon
 
 
 async def test_a_layer_that_is_not_captured_fails_the_step(driver: Driver) -> None:
-    assert driver.runner._aux is not None
-    driver.runner._aux.producers[0]._hooks[0].remove()
+    driver.runner.opened.model.step_model.aux.producers[0]._hooks[0].remove()
     seq = driver.sequence(prompt_of(6), 2)
     future = driver.runner.launch(RunStep(1, starts=(driver.start(seq),), chunks=(Chunk(seq.key, 6, True),)))
     with pytest.raises(RunnerError, match="2 layers was captured, 3"):

@@ -194,7 +194,7 @@ async def test_the_memory_of_a_cpu_is_freed_and_buffers_stay(tmp_path: Path) -> 
     async with Engine(config(tmp_path, "host")) as engine:
         wanted = told(await play(engine, "host"))
         runner: Any = engine._runtime.runner
-        weights, blocks = runner.model.lm_head.weight, runner._memory._pool.blocks
+        weights, blocks = runner.model.lm_head.weight, runner.bound.sleep._pool.blocks
         # a tensor that no update brings
         rotary = runner.model.model.rotary_emb.inv_freq
         kept = rotary.clone()

@@ -166,8 +166,7 @@ async def serve(
         await engine.start()
     try:
         found.seconds["start"] = time.perf_counter() - began
-        assert runner._step_model is not None
-        found.nbytes["weights"] = sum(tensor.nbytes for tensor in runner._step_model.model.parameters())
+        found.nbytes["weights"] = sum(tensor.nbytes for tensor in runner.opened.model.step_model.model.parameters())
         capacity = engine.capacity
         found.nbytes["kv_token"] = capacity.block_nbytes // capacity.block_tokens
         found.facts = {

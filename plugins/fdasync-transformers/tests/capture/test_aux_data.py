@@ -203,7 +203,7 @@ def test_a_datum_that_there_is_not_is_refused_with_those_that_there_are() -> Non
 async def test_nothing_is_recorded_unless_it_is_asked_for(tmp_path: Path) -> None:
     model = make_tiny_checkpoint(tmp_path, "qwen3_moe")
     assert [spec.name for spec in aux_specs(model, find_moe_layers(model), ())] == ["routing"]
-    assert make_aux(model, None, (), 8) is None
+    assert make_aux(model, None, (), 8).producers == ()
     driver = await Driver.open(tmp_path, config={"self_check": False, "aux": ["layer_norms"]}, capture=False)
     assert [spec.name for spec in driver.capacity.aux_specs] == ["layer_norms"]
     one = driver.sequence(list(range(3, VOCAB, 9)), 3)

@@ -124,7 +124,7 @@ async def test_prompts_beside_drafts(tmp_path: Path, way: str, monkeypatch: pyte
     kept = DeviceExecutor._way
     monkeypatch.setattr(DeviceExecutor, "_way", lambda self, batch: ways.append(kept(self, batch)) or ways[-1])
     driver = await Driver.open(tmp_path, config=OWN, pipeline_depth=2, speculation=MOST)
-    executor: Any = driver.runner._executor
+    executor: Any = driver.runner.bound.executor
     executor.flat_tokens = 64 if way == "decodes" else 0
     if way == "both":
         # a GPU would replay a graph

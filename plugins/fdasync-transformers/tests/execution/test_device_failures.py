@@ -6,7 +6,6 @@ import importlib
 import pkgutil
 import weakref
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import fdasync_kernels
@@ -15,6 +14,7 @@ import torch
 from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.execution import device_executor, device_step, gpu_services, triton_paging
 from fdasync_transformers.execution.device_executor import DeviceExecutor
+from fdasync_transformers.execution.model_memory import ModelMemory
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from step_driver import Driver
 from written import write_tiny_checkpoint
@@ -37,7 +37,7 @@ from device_path import DEVICE, ON_GPU
 async def test_a_capture_that_gives_other_rows_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, routing_debug=True)
-    (capture,) = driver.runner._executor._bound.aux.producers
+    (capture,) = driver.runner.bound.executor._bound.aux.producers
     honest = capture.stage
     monkeypatch.setattr(capture, "stage", lambda count: honest(count).flip(0))
     one = driver.sequence([5, 6, 7, 8, 9], 2)
@@ -53,7 +53,7 @@ async def test_a_model_that_gives_nan_fails_the_step_by_row(tmp_path: Path) -> N
     write_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config={"self_check": False, "cuda_graphs": False, **DEVICE})
     with torch.no_grad():
-        driver.runner._step_model.model.lm_head.weight[7] = float("nan")
+        driver.runner.opened.model.step_model.model.lm_head.weight[7] = float("nan")
     with pytest.raises(RunnerError, match="row 0 of the logits has NaN"):
         await driver.run([driver.sequence([5, 6, 7], 2)])
     await driver.close()
@@ -167,7 +167,7 @@ async def test_a_launch_that_fails_half_way_gives_everything_back(
     """What was queued before it runs on: buffers return with its end, not before, and not never."""
     write_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, pipeline_depth=2)
-    executor: Any = driver.runner._executor
+    executor: Any = driver.runner.bound.executor
     # operation by operation
     executor.graphs, executor.mixed, executor.flat_tokens = None, None, 0
 
@@ -191,7 +191,7 @@ async def test_a_step_that_cannot_start_fails_behind_those_in_flight(tmp_path: P
         one = driver.sequence([5, 6, 7], 2)
         ended: list[str] = []
         flight = driver.launch(starts=[driver.start(one)], chunks=[Chunk(one.key, 3, True)])
-        inner = driver.runner._executor._last
+        inner = driver.runner.bound.executor._last
         inner.add_done_callback(lambda _, ended=ended: ended.append("the step"))
         wrong = driver.launch(leaves=(99,))
         wrong.add_done_callback(lambda _, ended=ended: ended.append("the wrong one"))
@@ -210,12 +210,12 @@ async def test_a_closed_runner_holds_nothing_when_it_empties_the_cache(
     write_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE})
     runner = driver.runner
-    held = [weakref.ref(runner._executor._bound.pool), weakref.ref(runner._step_model.model)]
+    held = [weakref.ref(runner.bound.executor._bound.pool), weakref.ref(runner.opened.model.step_model.model)]
     seen: list[bool] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.extend(ref() is not None for ref in held))
     if not ON_GPU:
-        # a model on a GPU, for all that the close looks at
-        runner._step_model = SimpleNamespace(model=SimpleNamespace(device=torch.device("cuda", 0)))
+        # of a GPU, for all that the close looks at
+        runner._memory = ModelMemory(torch.device("cuda", 0))
     await driver.close()
     assert seen == [False, False]
 
@@ -227,7 +227,7 @@ async def test_after_a_device_error_steps_fail_and_the_close_is_quiet(
     """Every call of a device that failed raises; a close makes none that it need not."""
     write_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, pipeline_depth=2)
-    executor = driver.runner._executor
+    executor = driver.runner.bound.executor
 
     def broken() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -240,7 +240,7 @@ async def test_after_a_device_error_steps_fail_and_the_close_is_quiet(
     with pytest.raises(RunnerError, match="nothing more after a failure"):
         await driver.step()
     monkeypatch.setattr(torch.cuda, "empty_cache", broken)
-    driver.runner._step_model = SimpleNamespace(model=SimpleNamespace(device=torch.device("cuda", 0)))
+    driver.runner._memory = ModelMemory(torch.device("cuda", 0))
     await driver.close()
 
 

@@ -132,7 +132,7 @@ def test_sizes_of_steps_with_prompts() -> None:
 async def test_chunks_that_would_read_much_are_no_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, max_running=16)
-    executor: Any = driver.runner._executor
+    executor: Any = driver.runner.bound.executor
     executor.flat_tokens = 16
     one = driver.sequence([7] * 8, 2)
     ways = []

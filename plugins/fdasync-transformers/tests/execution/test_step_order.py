@@ -77,7 +77,7 @@ async def test_a_second_part_that_fails_fails_the_rest_in_order(
     assert "boom" in str(second)
     assert isinstance(third, RunnerError)
     assert flights.ended == ["a", "b", "c"]
-    services = driver.runner._executor._services  # type: ignore[union-attr]
+    services = driver.runner.bound.executor._services  # type: ignore[union-attr]
     await driver.close()
     assert not services.events.outstanding
     assert not services.pinned.outstanding

@@ -9,12 +9,12 @@ import pytest
 import torch
 from device_path import DEVICE, ON_GPU, answers, assert_same
 from fdasync_kernels.layer import finish, qkv
-from fdasync_transformers import TransformersRunner
 from fdasync_transformers.fixed.mode import FixedNumerics
 from fdasync_transformers.fused.layers import proof as layer_proof
 from fdasync_transformers.fused.layers.fuse import Layers
 from fdasync_transformers.fused.operations import fuse_operations
 from fdasync_transformers.fused.replacement import Replaced, replace
+from fdasync_transformers.start import open_model
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from parts_of_experts import use_parts
 from step_driver import Driver
@@ -58,15 +58,15 @@ def run(model: Any) -> torch.Tensor:
 def fusing(monkeypatch: pytest.MonkeyPatch) -> list[Replaced]:
     """Runners with kernels fuse the layers of their models; gets what was fused."""
     found: list[Replaced] = []
-    make = TransformersRunner._make_step_model
+    make = open_model.make_step_model
 
-    def fuse_first(self: Any, model: Any, layout: Any, state: Any) -> Any:
-        if self.config.kernels == "triton":
+    def fuse_first(config: Any, limits: Any, live: Any, collectives: Any, state: Any, model: Any, layout: Any) -> Any:
+        if config.kernels == "triton":
             use_parts(model)
             found.append(fuse_layers(model))
-        return make(self, model, layout, state)
+        return make(config, limits, live, collectives, state, model, layout)
 
-    monkeypatch.setattr(TransformersRunner, "_make_step_model", fuse_first)
+    monkeypatch.setattr(open_model, "make_step_model", fuse_first)
     return found
 
 
@@ -140,7 +140,7 @@ async def test_hidden_states_that_are_changed_between_layers(tmp_path: Path, fus
     for config in ({"device": "cpu"}, DEVICE):
         driver = await Driver.open(tmp_path, config={**config, "self_check": False})
         try:
-            layers = driver.runner._step_model.model.model.layers
+            layers = driver.runner.opened.model.step_model.model.model.layers
             layers[1].register_forward_hook(lambda _module, _args, out: out * -1.5)
             layers[3].register_forward_hook(lambda _module, _args, out: out + 0.5)
             one = driver.sequence([1, 9, 4, 7, 3], 3)

@@ -43,7 +43,7 @@ async def test_a_step_tells_experts_and_sums_its_padding_rows(tmp_path: Path, mo
     config = {**DEVICE, "experts": "fused", "fused_layers": True, "self_check": False}
     driver = await Driver.open(tmp_path, config=config)
     try:
-        executor: Any = driver.runner._executor
+        executor: Any = driver.runner.bound.executor
         executor.flat_tokens = 0
         with executor._services.streams.on("compute"):
             executor.capture_mixed((PADDED,), 4)
@@ -53,7 +53,7 @@ async def test_a_step_tells_experts_and_sums_its_padding_rows(tmp_path: Path, mo
         wanted = [True] * len(PROMPT) + [False] * (PADDED - len(PROMPT))
         assert seen == {"experts": [wanted], "finish": [wanted]}
         # a pass of another caller has no padding
-        assert driver.runner._live.slots is None
+        assert driver.runner.opened.model.live.slots is None
     finally:
         await driver.close()
 

@@ -36,10 +36,10 @@ def live(opened: Any, folder: Path) -> LiveWeights:
 
 def send(weights: LiveWeights, tensors: Any) -> None:
     given = list(tensors)
-    weights.begin([TensorMeta(name, dtype, shape) for name, dtype, shape, _ in given])
+    weights.begin_tensors([TensorMeta(name, dtype, shape) for name, dtype, shape, _ in given])
     for number, (_, _, _, data) in enumerate(given):
-        weights.write(number, 0, memoryview(data))
-    weights.end()
+        weights.write_tensor(number, 0, memoryview(data))
+    weights.end_tensors()
 
 
 @pytest.mark.ci(after=1)
@@ -183,7 +183,7 @@ def test_updates_reach_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     weights, model = live(opened, old), opened.step_model.model
     first, wanted = (identity.weights_id(one.step_model.model) for one in (opened, other))
     addresses = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    assert weights.read_id(str(new)) == wanted != first
+    assert weights.read_weights_id(str(new)) == wanted != first
     assert weights.load_folder(str(new)) == wanted
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == addresses
     # tensor by tensor, by the model's names and by the checkpoint's
@@ -195,7 +195,7 @@ def test_updates_reach_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO, "fdasync_transformers"):
         make_tiny_checkpoint(bare, "deepseek_v3", 7, num_nextn_predict_layers=1)
         left = {name: tensor.clone() for name, tensor in model.state_dict().items() if name.startswith("mtp.")}
-        assert weights.read_id(str(bare)) == weights.load_folder(str(bare)) != wanted
+        assert weights.read_weights_id(str(bare)) == weights.load_folder(str(bare)) != wanted
         assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in left.items())
         send(weights, [one for one in named_tensors(model) if not one[0].startswith("mtp.")])
     assert [record.message.count("keep their weights") for record in caplog.records] == [1, 1]

@@ -69,7 +69,7 @@ async def decode(on: Bench, keys: tuple[int, ...], steps: int, *, flying: int) -
 
 def waiting_drafts(on: Bench, *keys: int) -> list[list[int]]:
     """What the layers have drafted behind sequences, for their next step."""
-    executor: Any = on.runner._executor  # type: ignore[attr-defined]
+    executor: Any = on.runner.bound.executor  # type: ignore[attr-defined]
     found = []
     for key in keys:
         if isinstance(executor, HostExecutor):
@@ -86,8 +86,8 @@ def waiting_drafts(on: Bench, *keys: int) -> list[list[int]]:
 def entered_keys(on: Bench, block: int) -> Any:
     """The first prediction layer's key of the first token in a block."""
     runner: Any = on.runner
-    layer = next(layer for layer in runner._step_model.layout.layers if layer.group == LAYERS)
-    return runner._executor._bound.pool.keys[layer.index][block, 0].float().cpu().numpy().copy()
+    layer = next(layer for layer in runner.opened.model.step_model.layout.layers if layer.group == LAYERS)
+    return runner.bound.executor._bound.pool.keys[layer.index][block, 0].float().cpu().numpy().copy()
 
 
 async def plays(folder: Path, steps: int, *, flying: int = 2, **own: Any) -> tuple[list[Told], list[Any], Any, Any]:

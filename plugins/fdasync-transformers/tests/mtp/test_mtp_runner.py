@@ -33,8 +33,8 @@ async def test_tokens_and_rows_are_those_without_it(tmp_path: Path) -> None:
         names = driver.capacity.kv_layout
         assert ("mtp" in names) == mtp
         if mtp:
-            pool = driver.runner._executor._bound.pool
-            index = next(layer.index for layer in driver.runner._step_model.layout.layers if layer.group)
+            pool = driver.runner.bound.executor._bound.pool
+            index = next(layer.index for layer in driver.runner.opened.model.step_model.layout.layers if layer.group)
             for one in sequences:
                 held = pool.keys[index][one.blocks].flatten(0, 1)
                 done = len(one.prompt) + len(one.tokens) - 1

@@ -37,7 +37,7 @@ def test_tokens_are_those_of_rank_0() -> None:
     # strides are not looked at
     same = {name: np.asfortranarray(values) for name, values in reversed(ROWS.items())}
     assert returned(shared((same, HIDDEN.t().contiguous().t()))) == [[7, -1]] * 3
-    assert returned(shared((None, None), of=(0, 1, 2))) == [[7, -1]] * 3
+    assert returned(shared(({}, None), of=(0, 1, 2))) == [[7, -1]] * 3
 
 
 def flipped(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ def flipped(tensor: torch.Tensor) -> torch.Tensor:
         (({**ROWS, "ids": ROWS["ids"].reshape(4, 3)}, HIDDEN), EXPERTS),
         (({**ROWS, "ids": ROWS["ids"].view(np.int8)}, HIDDEN), EXPERTS),
         (({"ids": ROWS["ids"], "other": ROWS["norms"]}, HIDDEN), EXPERTS),
-        ((None, HIDDEN), EXPERTS),
+        (({}, HIDDEN), EXPERTS),
         ((ROWS, flipped(HIDDEN)), STATES),
         ((ROWS, None), STATES),
         # experts follow from hidden states: those are what is told

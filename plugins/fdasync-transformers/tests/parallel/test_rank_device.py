@@ -120,7 +120,7 @@ def test_ranks_keep_the_library_s_recurrent_layers_where_one_of_them_does(
         driver = await Driver.open(
             tmp_path, config={**DEVICE, "fused_router": False, "cuda_graphs": False}, exchange=exchange
         )
-        made = {type(one).__name__ for one in driver.runner._step_model._flat._flat}
+        made = {type(one).__name__ for one in driver.runner.opened.model.step_model._flat._flat}
         notes = [note for note in driver.capacity.notes if "GatedDelta" in note]
         await driver.close()
         return made, notes
@@ -138,10 +138,10 @@ def test_a_rank_that_chose_other_experts_fails_the_step_by_name(tmp_path: Path) 
 
     async def work(exchange: Exchange) -> str:
         driver = await Driver.open(tmp_path, config={**DEVICE, "fused_router": False}, exchange=exchange)
-        stage = driver.runner._aux.stage
+        stage = driver.runner.opened.model.step_model.aux.stage
         wrong = exchange.rank == 1
         # the first step of two is right
-        driver.runner._aux.stage = lambda count: {
+        driver.runner.opened.model.step_model.aux.stage = lambda count: {
             name: rows + 1 if wrong and count == 1 else rows for name, rows in stage(count).items()
         }
         try:
@@ -218,7 +218,7 @@ def test_a_rank_of_a_dense_model_whose_sums_differ_fails_the_step_by_name(tmp_pa
 
     async def work(exchange: Exchange) -> str:
         driver = await Driver.open(tmp_path, config={**DEVICE, "fused_router": False}, exchange=exchange)
-        collectives = driver.runner._collectives
+        collectives = driver.runner.opened.collectives
         own = collectives._sum
         try:
             sequence = driver.sequence([1, 2, 3], 3)

@@ -76,7 +76,7 @@ async def test_ranks_serve_store_and_take_new_weights_as_one_gpu_does(
     tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # a model this small computes faster than any store reads, so the one GPU's engine gets another speed
-    monkeypatch.setattr("fdasync_transformers.runner.prefill_tokens_per_s", lambda *_: 1.0)
+    monkeypatch.setattr("fdasync_transformers.start.capacity.prefill_tokens_per_s", lambda *_: 1.0)
     make_random_checkpoint(tmp_path / "old", size="tiny", seed=0)
     folder = make_random_checkpoint(tmp_path / "new", size="tiny", seed=1)
     new = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

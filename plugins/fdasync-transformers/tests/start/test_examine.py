@@ -50,7 +50,7 @@ async def test_a_report_says_what_loading_finds(tmp_path: Path, family: str) -> 
     report = report_of(tmp_path, dtype="float32")
     assert (report.served, report.reason) == (True, "")
     driver = await Driver.open(tmp_path, num_blocks=8, config={"self_check": False})
-    capacity, model = driver.capacity, driver.runner._step_model.model
+    capacity, model = driver.capacity, driver.runner.opened.model.step_model.model
     assert report.kv_token_nbytes == capacity.block_nbytes // capacity.block_tokens
     assert report.state_nbytes == capacity.snapshot_nbytes
     assert report.aux_token_nbytes == capacity.aux_specs[0].token_nbytes

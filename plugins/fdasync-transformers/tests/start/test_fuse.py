@@ -271,7 +271,7 @@ async def test_a_fused_model_answers_as_the_path_of_cpus_before_and_after_new_we
         assert any(note.startswith("fused: 2 of 2 decoder layers, experts of 2 of 2") for note in driver.capacity.notes)
         assert not [note for note in driver.capacity.notes if "the library's own" in note]
         runner: Any = driver.runner
-        model = runner._step_model.model
+        model = runner.opened.model.step_model.model
         assert [type(layer.forward) for layer in model.model.layers] == [FusedLayer] * 2
         assert same(await play(driver), wanted[0])
         await driver.runner.load_folder(str(new))

@@ -93,7 +93,7 @@ async def test_a_model_is_served_with_its_own_sizes(
     make_tiny_checkpoint(tmp_path, family, **size)
     driver = await Driver.open(tmp_path)
     assert any(f"{field} {size[field]} played as" in note for note in driver.capacity.notes)
-    layers = driver.runner._step_model.layout.layers
+    layers = driver.runner.opened.model.step_model.layout.layers
     reaches = {layer.reach.size for layer in layers} - {0}
     scales = {layer.query_scale[0] for layer in layers if layer.query_scale}
     assert SHORT_TOKENS not in reaches | scales

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fdasync_transformers import runner as runners
+from fdasync_transformers.start import capacity
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from fdasync_transformers.tiny.shapes import BASE
 from fdasync_transformers.weights.quiet import no_progress_bars
@@ -69,5 +69,5 @@ async def test_a_failure_after_the_check_blames_no_checkpoint(tmp_path: Path, mo
     def fail(*_: Any, **__: Any) -> float:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(runners, "prefill_tokens_per_s", fail)
+    monkeypatch.setattr(capacity, "prefill_tokens_per_s", fail)
     assert "opening it fails: ValueError: a bug" in await refused(tmp_path)

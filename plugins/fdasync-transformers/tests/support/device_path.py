@@ -42,7 +42,7 @@ async def answers(
         folder, config={"self_check": False, **config}, pipeline_depth=depth, max_running=flat_tokens or 4
     )
     try:
-        executor: Any = driver.runner._executor
+        executor: Any = driver.runner.bound.executor
         services = getattr(executor, "_services", None)
         if flat_tokens is not None:
             executor.flat_tokens = flat_tokens

@@ -49,12 +49,12 @@ class Live:
 
     def send(self, tensors: Iterable[tuple[str, str, tuple[int, ...], Any]], piece: int = 640) -> None:
         given = list(tensors)
-        self.weights.begin([TensorMeta(name, dtype, shape) for name, dtype, shape, _ in given])
+        self.weights.begin_tensors([TensorMeta(name, dtype, shape) for name, dtype, shape, _ in given])
         for number, (_, _, _, buffer) in enumerate(given):
             data = memoryview(buffer)
             for first in range(0, len(data), piece):
-                self.weights.write(number, first, data[first : first + piece])
-        self.weights.end()
+                self.weights.write_tensor(number, first, data[first : first + piece])
+        self.weights.end_tensors()
 
 
 def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from fdasync_transformers.execution.step import StepModel
-from fdasync_transformers.fused.live_rows import LiveRows
+from fdasync_transformers.execution.model_memory import ModelMemory
 from fdasync_transformers.model.kv import KVPool
 from fdasync_transformers.mtp.drafter import MtpDrafter
 from fdasync_transformers.start.open_model import open_model
@@ -39,11 +38,7 @@ def open_mtp(
     checkpoint = loading.read_checkpoint(str(folder))
     settings = TransformersConfig(**{"dtype": "float32", "device": "cpu", "mtp": True, **(config or {})})
     known = RunnerLimits(model=str(folder), **{**LIMITS, **limits})
-
-    def step_model(model: Any, layout: Any, state: Any) -> StepModel:
-        return StepModel(model, layout, fixed=known.numerics == "fixed", state=state)
-
-    return open_model(checkpoint, settings, known, CPU, step_model, LiveRows(), collectives)
+    return open_model(checkpoint, settings, known, ModelMemory(CPU), collectives)
 
 
 @dataclass

@@ -56,7 +56,7 @@ async def _play(folder: Path, exchange: Exchange | None, config: dict[str, Any],
     driver = await Driver.open(folder, config=config, exchange=exchange, **limits)
     logits: list[torch.Tensor] = []
     try:
-        model: Any = driver.runner._step_model
+        model: Any = driver.runner.opened.model.step_model
         run = model.run
 
         def watched(*args: Any) -> torch.Tensor:

@@ -54,7 +54,7 @@ class Pair:
 
 def test_a_delta_changes_its_tensors_and_names_what_comes_of_it(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
-    assert pair.live.weights.read_id(str(pair.folder)) == pair.result
+    assert pair.live.weights.read_weights_id(str(pair.folder)) == pair.result
     assert pair.live.weights.load_folder(str(pair.folder)) == pair.result
     assert_equal(pair.live.state(), dict(pair.model.state_dict()))
     assert pair.live.now() == pair.live.addresses

@@ -46,8 +46,8 @@ def test_float32_masters_sent_and_rounded_have_the_trainers_fingerprint(tmp_path
     make_tiny_checkpoint(tmp_path / "model", family)
     live, model = Live(tmp_path / "model", "bfloat16"), stepped(trainer(tmp_path / "model"))
     live.send(named_tensors(model), piece=1 << 16)
-    assert live.weights.fingerprint(True) == weights_fingerprint(model, dtype="bfloat16")
-    assert live.weights.fingerprint(False) == WeightsFingerprint(identity.weights_id(live.model))
+    assert live.weights.fingerprint_weights(True) == weights_fingerprint(model, dtype="bfloat16")
+    assert live.weights.fingerprint_weights(False) == WeightsFingerprint(identity.weights_id(live.model))
 
 
 def test_the_served_dtype_is_part_of_it(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_the_served_dtype_is_part_of_it(tmp_path: Path) -> None:
     assert len(ids) == 3
     live = Live(tmp_path / "model", "float32")
     live.send(named_tensors(model), piece=1 << 16)
-    assert live.weights.fingerprint(True) == weights_fingerprint(model, dtype="float32")
+    assert live.weights.fingerprint_weights(True) == weights_fingerprint(model, dtype="float32")
 
 
 def test_one_flipped_bit_has_a_name(tmp_path: Path) -> None:
@@ -91,12 +91,12 @@ def test_a_tied_head_counts_under_both_names(tmp_path: Path) -> None:
     live.send(named_tensors(model), piece=1 << 16)
     made = weights_fingerprint(model, dtype="bfloat16")
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= made.tensors.keys()
-    assert live.weights.fingerprint(True) == made
+    assert live.weights.fingerprint_weights(True) == made
     # a trainer whose head came apart from the embeddings has other weights than a server with one memory
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     with torch.no_grad():
         model.lm_head.weight[7] -= 1.0
-    assert first_difference(weights_fingerprint(model, dtype="bfloat16"), live.weights.fingerprint(True)) == (
+    assert first_difference(weights_fingerprint(model, dtype="bfloat16"), live.weights.fingerprint_weights(True)) == (
         "lm_head.weight"
     )
 
@@ -106,10 +106,12 @@ def test_a_changed_buffer_counts_in_float32(tmp_path: Path) -> None:
     model, live = trainer(tmp_path / "model"), Live(tmp_path / "model", "bfloat16")
     # a step that bfloat16 could not hold
     model.state_dict()[BIAS][0] = 1.0 + 2.0**-20
-    assert first_difference(weights_fingerprint(model, dtype="bfloat16"), live.weights.fingerprint(True)) == BIAS
+    assert (
+        first_difference(weights_fingerprint(model, dtype="bfloat16"), live.weights.fingerprint_weights(True)) == BIAS
+    )
     live.send(named_tensors({BIAS: model.state_dict()[BIAS]}))
     assert live.state()[BIAS][0] == 1.0 + 2.0**-20
-    assert live.weights.fingerprint(True) == weights_fingerprint(model, dtype="bfloat16")
+    assert live.weights.fingerprint_weights(True) == weights_fingerprint(model, dtype="bfloat16")
 
 
 def test_a_model_that_was_cast_whole_reads_other_frequencies_and_is_refused(tmp_path: Path) -> None:
@@ -124,7 +126,7 @@ def test_a_loaded_buffer_of_another_dtype_counts_as_the_server_gets_it(tmp_path:
     gate = model.get_submodule(BIAS.rpartition(".")[0])
     gate.e_score_correction_bias = gate.e_score_correction_bias.bfloat16()
     live.send(named_tensors(model), piece=1 << 16)
-    assert live.weights.fingerprint(True) == weights_fingerprint(model, dtype="bfloat16")
+    assert live.weights.fingerprint_weights(True) == weights_fingerprint(model, dtype="bfloat16")
 
 
 def test_what_is_no_model_or_no_whole_state_is_refused(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_bytes_stay_and_stand_for_the_plain_form(tmp_path: Path, kind: str) -> N
         == identity.weights_id(whole.model)
         == identity.weights_id(Live(quantised).model)
     )
-    assert live.weights.fingerprint(True) == whole.weights.fingerprint(True)
+    assert live.weights.fingerprint_weights(True) == whole.weights.fingerprint_weights(True)
     state = logical_state(live.model)
     assert list(state) == list(whole.model.state_dict())
     kept = {name: held for name, held in state.items() if isinstance(held, Kept)}
@@ -155,7 +155,7 @@ def test_drawn_weights_are_those_of_a_model_that_keeps_nothing_quantised(tmp_pat
 def test_a_folder_of_the_same_form(tmp_path: Path, kind: str) -> None:
     (old, _), (new, _) = make(tmp_path, kind), make(tmp_path, kind, 1)
     live, fresh = keep(old, kind), keep(new, kind)
-    assert live.weights.read_id(str(new)) == identity.weights_id(fresh.model)
+    assert live.weights.read_weights_id(str(new)) == identity.weights_id(fresh.model)
     same(live.state(), keep(old, kind).state())
     assert (
         live.weights.load_folder(str(new)) == identity.weights_id(fresh.model) == identity.weights_id(Live(new).model)
@@ -169,7 +169,7 @@ def test_a_plain_folder_is_quantised_by_the_recipe(tmp_path: Path, kind: str) ->
     old, new = make(tmp_path, kind)[0], make_trained(tmp_path, kind)
     live = keep(old, kind)
     wanted = requantised(live, new)
-    read = live.weights.read_id(str(new))
+    read = live.weights.read_weights_id(str(new))
     assert live.weights.load_folder(str(new)) == read == identity.weights_id(live.model)
     same(live.state(), wanted)
     assert live.now() == live.addresses
@@ -201,7 +201,7 @@ def test_plain_tensors_are_quantised_by_the_recipe(tmp_path: Path, kind: str, wi
     same(live.state(), wanted)
     assert live.now() == live.addresses
     expected = weights_fingerprint(trainer, dtype="bfloat16", stored=kind)  # type: ignore[arg-type]
-    assert live.weights.fingerprint(True) == expected
+    assert live.weights.fingerprint_weights(True) == expected
     assert expected != weights_fingerprint(trainer, dtype="bfloat16")
 
 
@@ -270,7 +270,7 @@ def test_parts_that_do_not_fit_are_rejected(tmp_path: Path, what: str) -> None:
     change, why = REJECTED[what]
     change(tensors)
     with pytest.raises(WeightsRejected, match=why):
-        live.weights.begin(metas(named_tensors(tensors)))
+        live.weights.begin_tensors(metas(named_tensors(tensors)))
     assert not live.weights.broken
 
 
@@ -283,10 +283,10 @@ def test_what_a_torn_update_left_is_forgotten(tmp_path: Path, first: str) -> Non
     torn = next(
         number for number, each in enumerate(tensors) if each[0] == (Q if first == "values" else f"{Q}_scale_inv")
     )
-    live.weights.begin(metas(tensors))
-    live.weights.write(torn, 0, memoryview(tensors[torn][3])[::1])
+    live.weights.begin_tensors(metas(tensors))
+    live.weights.write_tensor(torn, 0, memoryview(tensors[torn][3])[::1])
     with pytest.raises(WeightsBroken):
-        live.weights.end()
+        live.weights.end_tensors()
     other = [each for each in as_stored(old) if each[0].startswith((Q, GATE))]
     live.send(other if first == "scales" else other[::-1])
     same(live.state(), keep(old, "fp8").state())

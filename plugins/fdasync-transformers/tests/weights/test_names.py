@@ -58,7 +58,7 @@ def test_a_folder_updates_a_wrapped_renamed_or_converted_model(tmp_path: Path, f
     write_tiny_checkpoint(tmp_path / "new", family, seed=1)
     live, fresh = Live(tmp_path / "old"), Live(tmp_path / "new")
     wanted = identity.weights_id(fresh.model)
-    assert live.weights.read_id(str(tmp_path / "new")) == wanted
+    assert live.weights.read_weights_id(str(tmp_path / "new")) == wanted
     assert live.weights.load_folder(str(tmp_path / "new")) == wanted
     assert_equal(live.state(), fresh.state())
     assert live.now() == live.addresses

@@ -124,7 +124,7 @@ def test_new_weights_come_in_either_form(tmp_path: Path, how: str, caplog: pytes
     for folder, says in ((new, "dequantised to bfloat16"), (new_plain, "stored plain")):
         live.weights.load_folder(str(old_plain))
         caplog.clear()
-        assert live.weights.read_id(str(folder)) == wanted
+        assert live.weights.read_weights_id(str(folder)) == wanted
         assert live.weights.load_folder(str(folder)) == wanted
         assert_equal(live.state(), fresh.state())
         assert [says in message and str(folder) in message for message in caplog.messages] == [True]

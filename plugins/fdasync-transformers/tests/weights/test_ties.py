@@ -146,13 +146,13 @@ def test_an_update_gives_what_the_library_loads_or_changes_nothing(
     if tied(theirs) or apart:
         wanted = identity.weights_id(Live(path, dtype).model)
         # it is compared without being loaded
-        assert live.weights.read_id(str(path)) == wanted
+        assert live.weights.read_weights_id(str(path)) == wanted
         assert_equal(bits(live.model), old)
         assert live.weights.load_folder(str(path)) == wanted
         assert_equal(bits(live.model), bits(theirs))
     else:
         with pytest.raises(WeightsRejected, match="cannot come apart"):
-            live.weights.read_id(str(path))
+            live.weights.read_weights_id(str(path))
         with pytest.raises(WeightsRejected, match=rf"{SINGLE_FILE}: {HEAD} differs from {EMBED}.*cannot come apart"):
             live.weights.load_folder(str(path))
         assert_equal(bits(live.model), old)
@@ -287,7 +287,7 @@ def test_one_of_two_that_are_apart_is_refused_alone(folder: Any) -> None:
     shape = tuple(before[HEAD].shape)
     for name, left in ((EMBED, HEAD), (HEAD, EMBED)):
         with pytest.raises(WeightsRejected, match=f"{left} is left out: the config makes .* one"):
-            live.weights.begin([TensorMeta(name, "float32", shape)])
+            live.weights.begin_tensors([TensorMeta(name, "float32", shape)])
     with pytest.raises(WeightsRejected, match="is left out"):
         live.send(named_tensors(library(folder("new", "embeddings alone", seed=1))))
     assert_equal(live.state(), before)
@@ -310,10 +310,10 @@ def test_a_head_left_half_way_is_named_until_it_is_whole(folder: Any, tmp_path: 
     live, path = Live(folder("old", "another head")), folder("new", "a third head", seed=1)
     tensors = {name: tensor for name, tensor in stored(path).items() if name in (EMBED, HEAD)}
     named = named_tensors(tensors)
-    live.weights.begin([TensorMeta(name, dtype, shape) for name, dtype, shape, _ in named])
-    live.weights.write(0, 0, memoryview(named[0][3]))
+    live.weights.begin_tensors([TensorMeta(name, dtype, shape) for name, dtype, shape, _ in named])
+    live.weights.write_tensor(0, 0, memoryview(named[0][3]))
     with pytest.raises(WeightsBroken):
-        live.weights.end()
+        live.weights.end_tensors()
     with pytest.raises(WeightsRejected, match="leaves out 2 tensors of it"):
         live.send(named_tensors({"model.norm.weight": torch.ones(32)}))
     shutil.copytree(path, tmp_path / "tied")

@@ -268,12 +268,12 @@ def test_tensors_that_do_not_fit_are_refused_by_name_and_nothing_changes(pair: A
     before = live.state()
     good = ("model.norm.weight", "float32", (32,))
     with pytest.raises(WeightsRejected, match=says):
-        live.weights.begin([TensorMeta(*tensor) for tensor in (good, *tensors)])
+        live.weights.begin_tensors([TensorMeta(*tensor) for tensor in (good, *tensors)])
     assert_equal(live.state(), before)
     assert not live.weights.broken
     # it goes on as if there had been no update
     with pytest.raises(InvariantBroken):
-        live.weights.write(0, 0, memoryview(bytes(4)))
+        live.weights.write_tensor(0, 0, memoryview(bytes(4)))
     live.send(named_tensors(stored(new)))
     assert_equal(live.state(), Live(new).state())
 
@@ -291,7 +291,7 @@ def test_two_names_of_tied_weights_are_refused(pair: Any) -> None:
     old, _ = pair("ernie4_5_moe")
     names = ("model.embed_tokens.weight", "lm_head.weight")
     with pytest.raises(WeightsRejected, match="are the same memory of the model: give one of them"):
-        Live(old).weights.begin([TensorMeta(name, "float32", (VOCAB_SIZE, 32)) for name in names])
+        Live(old).weights.begin_tensors([TensorMeta(name, "float32", (VOCAB_SIZE, 32)) for name in names])
 
 
 def q_of(live: Live) -> TensorMeta:
@@ -312,11 +312,11 @@ def q_of(live: Live) -> TensorMeta:
 def test_what_does_not_come_as_announced_is_an_end_half_way(pair: Any, writes: Any, says: str) -> None:
     old, new = pair("qwen3_moe")
     live = Live(old)
-    live.weights.begin([q_of(live)])
+    live.weights.begin_tensors([q_of(live)])
     with pytest.raises(WeightsBroken, match=says):  # noqa: PT012
         for number, offset, size in writes:
-            live.weights.write(number, offset, memoryview(bytes(size)))
-        live.weights.end()
+            live.weights.write_tensor(number, offset, memoryview(bytes(size)))
+        live.weights.end_tensors()
     if writes and writes[0][0] == 0:
         assert live.weights.broken
         # what was not touched is not enough
@@ -335,10 +335,10 @@ def test_experts_broken_one_by_one_are_mended_by_the_whole_and_the_other_way_rou
 
     def break_it(some: dict[str, torch.Tensor]) -> None:
         named = named_tensors(some)
-        live.weights.begin([TensorMeta(name, dtype, shape) for name, dtype, shape, _ in named])
-        live.weights.write(0, 0, memoryview(named[0][3])[:4])
+        live.weights.begin_tensors([TensorMeta(name, dtype, shape) for name, dtype, shape, _ in named])
+        live.weights.write_tensor(0, 0, memoryview(named[0][3])[:4])
         with pytest.raises(WeightsBroken):
-            live.weights.end()
+            live.weights.end_tensors()
         assert live.weights.broken
 
     break_it({_EXPERT: tensors[_EXPERT]})

@@ -2,7 +2,7 @@
 
 `aux_specs` lists the specs; `make_aux` attaches the producers. Executors and step models know one object, `AuxData`,
 and no producer. A new aux datum is a producer (`aux_producer.py`) and a branch in each of these two functions. Called
-by `runner.py`.
+by `bound_runner.py`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class AuxData:
     """The producers of a runner, in the order of its specs; a row is of all of them or of none.
 
     Attributes:
-        producers: at least one.
+        producers: none where no datum is recorded.
     """
 
-    def __init__(self, producers: Sequence[AuxProducer]) -> None:
+    def __init__(self, producers: Sequence[AuxProducer] = ()) -> None:
         self.producers = tuple(producers)
 
     @property
@@ -124,8 +124,8 @@ def make_aux(
     *,
     debug: bool = False,
     routers: FusedRouters | None = None,
-) -> AuxData | None:
-    """Attach the producers of `aux_specs` to a model; None where there are none.
+) -> AuxData:
+    """Attach the producers of `aux_specs` to a model.
 
     Args:
         debug: record positions, not expert ids.
@@ -145,4 +145,4 @@ def make_aux(
         for producer in producers:
             producer.close()
         raise
-    return AuxData(producers) if producers else None
+    return AuxData(producers)

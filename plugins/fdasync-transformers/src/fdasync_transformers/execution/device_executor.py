@@ -14,7 +14,7 @@ second part in their order.
 Of a group, rank 0 samples, and each step ends with an exchange on the device that brings the tokens to all ranks
 (`parallel/on_device.py`). How a step is computed follows from what all ranks know, so all make the same sums.
 
-Knows no requests. Made by `runner.py` once the model is loaded; one for each runner, used from its loop.
+Knows no requests. Made by `bound_runner.py` once the model is loaded; one for each runner, used from its loop.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class DeviceExecutor(Executor):
         """Page-lock the buffers that steps will need, and compile the kernels of their deltas and samples. Blocks its
         loop."""
         services, depth = self._services, 3
-        largest = max_step_tokens * (0 if self._bound.aux is None else self._bound.aux.token_nbytes) + (1 << 16)
+        largest = max_step_tokens * self._bound.aux.token_nbytes + (1 << 16)
         holds = []
         size = 1 << 12
         while size < 2 * largest:
@@ -240,8 +240,7 @@ class DeviceExecutor(Executor):
             if self._states is not None:
                 self._states.warm()
             if self._ends is not None:
-                rows = {} if self._bound.aux is None else self._bound.aux.stage(0)
-                self._ends.queue(0, rows, None, None, 0)
+                self._ends.queue(0, self._bound.aux.stage(0), None, None, 0)
             if self.on_gpu and self._leads:
                 logits = torch.empty((0, self._bound.vocab_size), dtype=self.model.model.dtype)
                 warm_up(self._bound.vocab_size, self._bound.trim(logits).dtype, self._lanes.tokens)
@@ -534,8 +533,7 @@ class DeviceExecutor(Executor):
         if passed is None:
             passed = self.model.forward(shape, lanes, bound.pool)
         results = {SCORES + name: tensor for name, tensor in scored.items()}
-        if bound.aux is not None:
-            results.update({AUX + name: tensor for name, tensor in bound.aux.stage(total).items()})
+        results.update({AUX + name: tensor for name, tensor in bound.aux.stage(total).items()})
         return passed, results
 
     def _plan_samples(self, batch: Batch, rows: NDArray[np.int64], drafted: StepRows | None) -> SamplePlan | None:
@@ -572,7 +570,7 @@ class DeviceExecutor(Executor):
             # in host memory, as all that was fetched
             tokens = self._ends.read(told, batch.step_id, len(batch.sampled))
             output = StepOutput(batch.step_id, tuple((tokens if chosen is None else tokens[chosen]).tolist()))
-        if aux is not None and arena is not None and len(batch.positions):
+        if arena is not None and len(batch.positions):
             rows = own(fetched, AUX)
             if settled is not None:
                 rows = {name: values[settled.stands] for name, values in rows.items()}

@@ -3,7 +3,7 @@
 The model and the library's code are the same as in `step.py`. Here the device computes positions, slots and token ids,
 attention is `TritonPaging`, and nothing waits. CUDA graphs can replay the steps (`graphs.py`, `mixed_graphs.py`). Knows
 the model and the pool; knows nothing of sampling, arenas or futures. Called by `device_executor.py` for every step, by
-`selfcheck.py` and `memory_profile.py` at start-up.
+`selfcheck.py` and `capacity.py` at start-up.
 """
 
 from __future__ import annotations
@@ -145,8 +145,7 @@ class DeviceStepModel(StepModel):
         `aux` then holds the rows, the pool the KV. Nothing waits for the device.
         """
         context, ids = self.begin(batch, lanes, pool)
-        if self.aux is not None:
-            self.aux.begin(context.positions)
+        self.aux.begin(context.positions)
         keeping = nullcontext() if self.mtp is None else self.head.keeping()
         with self._living(context), keeping, self._recurring(batch):
             with self.inference():
@@ -158,8 +157,7 @@ class DeviceStepModel(StepModel):
                     logits_to_keep=0 if batch.rows is None else batch.rows,
                     fd_ctx=context,
                 )
-            if self.aux is not None:
-                self.aux.end()
+            self.aux.end()
             states: tuple[torch.Tensor, ...] = ()
             if self.mtp is not None:
                 states = self.mtp.over_step(self.head.hidden, ids, context, batch, lanes)

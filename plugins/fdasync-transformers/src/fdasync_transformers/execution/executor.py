@@ -1,7 +1,7 @@
 """The contract of executors, which perform a runner's steps and copies once the model is loaded.
 
-`runner.py` makes one of the two: `host_executor.py` computes where it is called (CPUs), `device_executor.py` queues
-work whose end becomes a future (GPUs). Knows no checkpoint.
+`bound_runner.py` makes one of the two: `host_executor.py` computes where it is called (CPUs), `device_executor.py`
+queues work whose end becomes a future (GPUs). Knows no checkpoint.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Bound:
         arena: of the rows; None: there are no aux data.
         host: the host tier, or None.
         snapshots: places of snapshots on the host, or None.
-        aux: the producers of the rows, or None.
+        aux: the producers of the rows.
         matchers: of the grammars of its sequences.
         vocab_size: logits past it belong to no token.
         logits_dtype: torch's name of the dtype that sampling works in.
@@ -56,7 +56,7 @@ class Bound:
     table: InputBatch
     arena: AuxArena | None
     host: HostArena | None
-    aux: AuxData | None
+    aux: AuxData
     matchers: LaneMatchers
     vocab_size: int
     logits_dtype: str

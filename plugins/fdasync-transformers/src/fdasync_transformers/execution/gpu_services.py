@@ -1,7 +1,7 @@
 """The device services that an executor's steps and copies share: streams, events, page-locked buffers, the port.
 
 On a CPU (tests of the device path) the same parts do nothing, or are done at once. Knows no model and no steps. Made by
-`runner.py` when it binds, on the loop of the executor.
+`bound_runner.py` when it binds, on the loop of the executor.
 """
 
 from __future__ import annotations

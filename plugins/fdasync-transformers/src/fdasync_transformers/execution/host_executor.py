@@ -1,7 +1,7 @@
 """Steps and copies on the CPU: each is done when the call returns, so nothing is ever in flight.
 
-Belongs in a worker process: a forward pass blocks its loop. Knows no requests. Made by `runner.py` once the model is
-loaded.
+Belongs in a worker process: a forward pass blocks its loop. Knows no requests. Made by `bound_runner.py` once the model
+is loaded.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class HostExecutor(Executor):
             if plan is not None:
                 scores = self._score(plan)
             output = self._sample(runs, logits)
-            values = None if bound.aux is None else bound.aux.rows(batch.positions)
+            values = bound.aux.rows(batch.positions)
             if bound.collectives is not None:
                 told = np.concatenate([runs.counts, np.array(output.tokens, np.int64)]).astype(np.int32)
                 share_step(bound.collectives, step.step_id, values, hidden, told)
@@ -128,7 +128,7 @@ class HostExecutor(Executor):
             run.rows.stand(run.position, int(stood[run.number]))
         self._settle_states(batch, runs, later)
         output = self._taken(batch, runs, output)
-        if values is not None and bound.arena is not None:
+        if bound.arena is not None:
             stands = runs.stands
             kept = values if stands.all() else {name: rows[stands] for name, rows in values.items()}
             bound.arena.scatter(batch.aux_index[stands], batch.generations[stands], kept)
@@ -176,7 +176,7 @@ class HostExecutor(Executor):
         with self._keeping(None):
             self._model.run(part, bound.table, bound.pool, np.zeros(0, np.int64), takes)
             hidden = self._compared()
-            values = None if bound.aux is None else bound.aux.rows(batch.positions)
+            values = bound.aux.rows(batch.positions)
             told = share_step(collectives, batch.step_id, values, hidden, np.zeros(0, np.int32))
             counts, tokens = np.split(told, [len(batch.sampled)])
             runs.follow(counts, tokens)

@@ -1,7 +1,7 @@
 """The KV pool in memory that other processes map, for blocks that go from device to device between instances.
 
-On a GPU the memory is the driver's (`gpu/mapped_memory.py`), on a CPU a memfd. Knows no steps. Made by `runner.py`
-where the engine asks for it (`RunnerLimits.shows_blocks`), before the pool, which is laid over this memory.
+On a GPU the memory is the driver's (`gpu/mapped_memory.py`), on a CPU a memfd. Knows no steps. Made where the engine
+asks for it (`RunnerLimits.shows_blocks`), by `opened_runner.py`, before the pool, which is laid over this memory.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ class ShownPool:
     def __init__(self, device: torch.device) -> None:
         self.rows: PeerRows | None = None
         self._device = device
-        self._driver: Driver | None = None
         self._memory: MappedMemory | SharedRegion | None = None
-        self._tensor: torch.Tensor | None = None
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], of any content. Raises RunnerError where the device has no such memory, OSError on a CPU."""
@@ -48,34 +46,24 @@ class ShownPool:
         if self._device.type == "cuda":
             # what torch keeps of loading and profiling is not free for the driver
             torch.cuda.empty_cache()
-            self._driver = Driver()
-            self._memory = MappedMemory.create(self._driver, self._device, nbytes)
-            self._tensor = self._memory.tensor()
-        else:
-            self._memory = SharedRegion.create("kv", nbytes)
-            self._tensor = torch.frombuffer(self._memory.map, dtype=torch.uint8)
-        return self._tensor
+            self._memory = MappedMemory.create(Driver(), self._device, nbytes)
+            return self._memory.tensor()
+        self._memory = SharedRegion.create("kv", nbytes)
+        return torch.frombuffer(self._memory.map, dtype=torch.uint8)
 
     def bind(self, bound: Bound, services: GpuServices | None) -> None:
         """Take in what copies need; `bound.pool` lies over this memory."""
-        memory, tensor, blocks = self._memory, self._tensor, bound.pool.blocks
-        if memory is None or tensor is None:
+        memory, blocks = self._memory, bound.pool.blocks
+        if memory is None:
             raise InvariantBroken("a pool that was not allocated here")
         pool: PeerPool[Any]
         if isinstance(memory, SharedRegion):
             pool = MemoryPool(memory)
         else:
-            assert services is not None
-            assert self._driver is not None
+            assert services is not None  # as they are on a GPU
+            tensor, driver, streams = memory.tensor(), Driver(), services.streams
             pool = DevicePool(
-                memory,
-                tensor,
-                self._driver,
-                services.streams,
-                services.events,
-                services.pinned,
-                services.port,
-                run_sums,
+                memory, tensor, driver, streams, services.events, services.pinned, services.port, run_sums
             )
         part = bound.part or bound.pool.part
         row = blocks.shape[1] * blocks.element_size()
@@ -107,6 +95,6 @@ class ShownPool:
     def free(self) -> None:
         """Free the memory; no tensor in it is used any more. Idempotent. Others that have mapped it keep it."""
         memory, self._memory = self._memory, None
-        self.rows = self._tensor = None
+        self.rows = None
         if memory is not None:
             memory.close()

@@ -1,7 +1,7 @@
 """One step on the model: flat arrays of a `Batch` in, logits out, KV and aux rows written on the way.
 
 Knows the model and the pool; knows nothing of sampling, arenas or futures. Called by `host_executor.py` for every
-step, by `selfcheck.py` and `memory_profile.py` at start-up: all three run the same code.
+step, by `selfcheck.py` and `capacity.py` at start-up: all three run the same code.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fdasync.errors import InvariantBroken
+from fdasync_transformers.capture.aux_data import AuxData
 from fdasync_transformers.fixed.attention import KEYS, FixedPaging
 from fdasync_transformers.fixed.mode import FixedNumerics
 from fdasync_transformers.model.attention import NAME, LatentCatcher, StepContext, TorchPaging, register
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
     from fdasync.runner.chosen import LentRun
     from fdasync.runner.input_batch import Batch, InputBatch
-    from fdasync_transformers.capture.aux_data import AuxData
     from fdasync_transformers.model.kv import KVLayout, KVPool
     from fdasync_transformers.model.recurrent.pieces import Take
     from fdasync_transformers.model.recurrent.states import StateLayout
@@ -51,7 +51,7 @@ class StepModel:
     Attributes:
         model: owned by the caller; its attention implementation is set here.
         layout: of the pools that `run` takes.
-        aux: producers of the steps' rows, or None; may be replaced between steps.
+        aux: producers of the steps' rows; may be replaced between steps.
         head: the logits of further rows of a step, where prompts are scored.
         fixed: whether bits of a token's numbers depend on its prefix and the weights alone.
         recurrent: the steps of the model's recurrent layers; None: it has none.
@@ -69,7 +69,7 @@ class StepModel:
         model.set_attn_implementation(NAME)
         self.model = model
         self.layout = layout
-        self.aux: AuxData | None = None
+        self.aux = AuxData()
         self.recurrent = None if state is None else RecurrentSteps(model, state)
         indexers = IndexerSteps(model, layout)
         self.indexers = indexers if indexers.heads else None
@@ -124,8 +124,7 @@ class StepModel:
         pool.clear(fresh_tails(batch.starts, ends, tables, size))
         context = self.context(batch.counts, batch.starts, batch.positions, batch.kv_index, tables, pool)
         positions = context.positions
-        if self.aux is not None:
-            self.aux.begin(positions)
+        self.aux.begin(positions)
         mixing, picking = self._mixing(batch, takes), self._picking(context, lent)
         with sdpa_kernel(_ATTENTION_BACKENDS), self.inference(), mixing, picking:
             output = self.model(

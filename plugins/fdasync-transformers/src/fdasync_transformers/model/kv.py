@@ -3,7 +3,7 @@
 A block is one run of bytes, and it is made of shares, one after the other (docs/design.md, section 4). Share s holds,
 layer after layer, the keys and then the values of the layer's heads of that share, token after token. So a rank that
 computes some of the heads holds one run of every block, and the bytes of a whole block do not depend on the number of
-ranks. Knows nothing of models, steps, sequences or other processes. Used by `runner.py` and by the attention.
+ranks. Knows nothing of models, steps, sequences or other processes. Used by `bound_runner.py` and by the attention.
 """
 
 from __future__ import annotations

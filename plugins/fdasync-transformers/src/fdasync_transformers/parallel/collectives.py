@@ -4,7 +4,7 @@
 until all ranks have made them (`device_group.py` chooses that for GPUs). A sum is added up by every rank as one tree
 of neighbours, (0 + 1) + (2 + 3), so that all get the same bits: two ranks whose parts are sums of two have the bits of
 four ranks. All ranks make the same calls in the same order: each has a label, and another label fails both. Knows
-tensors; knows no models. Made by `runner.py`.
+tensors; knows no models. Made by `opened_runner.py`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The driver is asked first; of GPUs that a rank does not see (other containers' or parts of GPUs), opening the memory
 tells.
 
-Knows GPUs; knows no models. Called by `runner.py`.
+Knows GPUs; knows no models. Called by `opened_runner.py`.
 """
 
 from __future__ import annotations

@@ -30,21 +30,21 @@ _DIFFERENCES = ("chose other experts than rank 0: their rows differ", "computed 
 def share_step(
     collectives: Collectives,
     step_id: int,
-    rows: Mapping[str, NDArray[np.generic]] | None,
+    rows: Mapping[str, NDArray[np.generic]],
     hidden: torch.Tensor | None,
     tokens: NDArray[np.int32],
 ) -> NDArray[np.int32]:
     """The tokens that rank 0 gives; other ranks' tokens are ignored.
 
     Args:
-        rows: of the step, by the name of their spec; None: none are recorded.
+        rows: of the step, by the name of their spec.
         hidden: the last hidden states of the step's tokens, in host memory; None: the model does not show them.
         tokens: sampled, int32 [n].
 
     Raises RunnerError naming the ranks whose rows, or else hidden states, differ from rank 0's; and as `Collectives`.
     """
     chosen, computed = xxhash.xxh3_128(), xxhash.xxh3_128()
-    for name, values in sorted((rows or {}).items()):
+    for name, values in sorted(rows.items()):
         chosen.update(f"{name}:{values.dtype}:{values.shape};".encode())
         chosen.update(np.ascontiguousarray(values).view(np.uint8).data)
     if hidden is not None:

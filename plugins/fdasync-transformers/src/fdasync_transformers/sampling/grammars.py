@@ -2,13 +2,14 @@
 
 llguidance reads the grammars and makes the masks: it compiles as it goes, and needs no torch. `Grammars` compiles,
 `Matcher` follows one answer. All of it is the host's; `math.py` applies the masks. Knows no model, no logits and no
-steps. Called by `runner.py`, `grammar_process.py` and `execution/lane_matchers.py`.
+steps. Called by `opened_runner.py`, `grammar_process.py` and `execution/lane_matchers.py`.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import llguidance
@@ -17,6 +18,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from fdasync.errors import BadInput, CheckpointError
 from fdasync.request import Grammar
+from fdasync_transformers.sampling.paced import Paced
 
 if TYPE_CHECKING:
     from array import array
@@ -35,6 +37,8 @@ _MASKS_S, _MASK_S = 0.2, 0.002
 _INITIAL_FUEL, _STEP_FUEL, _STEP_ITEMS = 200_000, 150_000, 50_000
 _LEXER_STATES, _GRAMMAR_SIZE, _ROW_ITEMS = 50_000, 20_000, 500
 _WORD_BITS = 32
+# of the loop's time, what compiling grammars may take; and seconds of it at once: some hundred ordinary ones
+_COMPILING_SHARE, _COMPILING_BURST_S = 0.05, 0.3
 
 
 class Grammars:
@@ -71,6 +75,11 @@ class Grammars:
         for token in eos_ids:
             self.ends[token // _WORD_BITS] |= np.int32(np.uint32(1 << token % _WORD_BITS).view(np.int32))
         self._compiled: OrderedDict[bytes, Any] = OrderedDict()
+        self._compiling = Paced(_COMPILING_SHARE, _COMPILING_BURST_S)
+
+    async def prepare(self, grammar: Grammar) -> None:
+        """As `check`, so that no step compiles it; paced."""
+        await self._compiling.run(partial(self.check, grammar))
 
     def check(self, grammar: Grammar) -> None:
         """Compile it, and make its first mask. Raises BadInput in the library's words."""

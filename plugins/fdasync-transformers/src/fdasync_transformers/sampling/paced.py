@@ -1,7 +1,7 @@
 """Work that blocks a loop, paced: however much of it comes, the loop has most of its time for other work.
 
 A compiled grammar cannot be handed from one process to another, so the worker compiles on the loop that launches steps.
-Knows no grammars. Called by `runner.py`.
+Knows no grammars. Called by `grammars.py`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Makes a checkpoint a model that is ready to be served: builds, refuses, fills, mends, probes and checks it.
 
 In this order, so that a model that cannot be served is refused before its weights take memory. Knows the library's
-models; knows no blocks and no requests. Called by `runner.py`.
+models; knows no blocks and no requests. Called by `opened_runner.py`.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from fdasync.errors import ConfigError, FdasyncError, UnsupportedModel
+from fdasync_transformers.execution.device_step import DeviceStepModel
+from fdasync_transformers.execution.graphs import decode_rows
+from fdasync_transformers.execution.step import StepModel
+from fdasync_transformers.fused.live_rows import LiveRows
 from fdasync_transformers.model import families, probe
 from fdasync_transformers.model.indexers import find_indexers
 from fdasync_transformers.model.kept.linears import make_plain
@@ -27,6 +32,7 @@ from fdasync_transformers.model.refusals import refuse_unservable
 from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.parallel.slices import Slices
 from fdasync_transformers.parallel.sums import Sums
+from fdasync_transformers.parallel.whole import agree
 from fdasync_transformers.start import indexed, selfcheck
 from fdasync_transformers.start.fuse import fuse, set_plain_experts
 from fdasync_transformers.start.mtp import attention_of_mtp, count_mtp, mtp_layout, mtp_note
@@ -44,8 +50,6 @@ if TYPE_CHECKING:
 
     from fdasync.runner.base import RunnerLimits
     from fdasync_transformers.execution.model_memory import ModelMemory
-    from fdasync_transformers.execution.step import StepModel
-    from fdasync_transformers.fused.live_rows import LiveRows
     from fdasync_transformers.fused.routers import FusedRouters
     from fdasync_transformers.model.kv import LayerSpec
     from fdasync_transformers.model.moe_layers import MoELayers
@@ -54,7 +58,6 @@ if TYPE_CHECKING:
     from fdasync_transformers.start.runner_config import TransformersConfig
     from fdasync_transformers.weights.names import Names
 
-    MakeStepModel = Callable[[PreTrainedModel, KVLayout, StateLayout | None], StepModel]
     MakeLayout = Callable[[Sequence[LayerSpec]], KVLayout]
 
 # tokens of the self-check beyond the largest size that it crosses
@@ -67,8 +70,10 @@ class Opened:
 
     Attributes:
         step_model: has the model.
+        live: which rows of its running pass are a sequence's, for fused modules.
         names: of its checkpoints.
         experts: its MoE layers; None: it has none, or none that the runner can read where routing is off.
+        captured: its MoE layers whose routing is captured; None: there are none.
         routers: its fused routers; None where none were tried.
         max_context_tokens: of the model and the limits.
         block_tokens: asked for, or chosen.
@@ -77,8 +82,10 @@ class Opened:
     """
 
     step_model: StepModel
+    live: LiveRows
     names: Names
     experts: MoELayers | None
+    captured: MoELayers | None
     routers: FusedRouters | None
     max_context_tokens: int
     block_tokens: int
@@ -90,20 +97,17 @@ def open_model(
     checkpoint: loading.Checkpoint,
     config: TransformersConfig,
     limits: RunnerLimits,
-    device: torch.device,
-    make_step_model: MakeStepModel,
-    live: LiveRows,
+    memory: ModelMemory,
     collectives: Collectives | None = None,
-    memory: ModelMemory | None = None,
 ) -> Opened:
-    """Load a checkpoint (or draw its weights) on a device, and prove that it is computed right.
+    """Load a checkpoint (or draw its weights) into memory, and prove that it is computed right.
 
-    With `memory`, its weights lie there. With `collectives`, this process's parts of it. All ranks make the same passes
+    With `collectives`, this process loads its parts of it. All ranks make the same passes
     in the same order.
 
     Raises CheckpointError, UnsupportedModel and ConfigError.
     """
-    mtp_layers = count_mtp(checkpoint, config)
+    device, mtp_layers = memory.device, count_mtp(checkpoint, config)
     model = loading.build(checkpoint, config.dtype, mtp_layers)
     kind = checkpoint.model_type
     refuse_unservable(model)
@@ -130,7 +134,7 @@ def open_model(
         names.cuts = sharded.cuts
         make_layout = partial(sharded.layout, make=make_layout)
     kept = keep_stored(model, checkpoint, config, names)
-    make = None if memory is None else memory.maker(model)
+    make = memory.maker(model)
     if config.weights == "random":
         loading.fill_random(names, device, make)
         if kept:
@@ -156,9 +160,8 @@ def open_model(
     if state is not None:
         notes.append(state_note(state, limits.speculation))
     max_context = max_context_of(model, limits)
-
-    def make_with_state(model: PreTrainedModel, layout: KVLayout) -> StepModel:
-        return make_step_model(model, layout, state)
+    live = LiveRows()
+    make_step = partial(make_step_model, config, limits, live, collectives, state)
 
     def settle() -> tuple[families.Mends, FusedRouters | None]:
         with library_code(kind, "mending it"):
@@ -169,10 +172,10 @@ def open_model(
         return mends, fused.routers
 
     mends, routers, layout, checked = _settle(
-        model, kind, config, limits, experts, max_context, make_with_state, make_layout, settle
+        model, kind, config, limits, experts, max_context, make_step, make_layout, settle
     )
     max_context = min(max_context, mends.max_context_tokens or max_context)
-    step_model = make_with_state(model, layout)
+    step_model = make_step(model, layout)
     notes += [*mends.notes, f"experts: {model.config._experts_implementation or 'own'}", *checked]
     notes += step_model.notes
     if mtp_layers:
@@ -180,8 +183,41 @@ def open_model(
     if step_model.indexers is not None:
         notes.append(indexed.index_note(model, layout))
     block_tokens = limits.block_tokens or step_model.layout.choose_block_tokens()
-    shares_blocks = collectives is not None and sharded.shares_blocks
-    return Opened(step_model, names, experts, routers, max_context, block_tokens, shares_blocks, tuple(notes))
+    return Opened(
+        step_model=step_model,
+        live=live,
+        names=names,
+        experts=experts,
+        captured=None if limits.capture is False else experts,
+        routers=routers,
+        max_context_tokens=max_context,
+        block_tokens=block_tokens,
+        shares_blocks=collectives is not None and sharded.shares_blocks,
+        notes=tuple(notes),
+    )
+
+
+def make_step_model(
+    config: TransformersConfig,
+    limits: RunnerLimits,
+    live: LiveRows,
+    collectives: Collectives | None,
+    state: StateLayout | None,
+    model: PreTrainedModel,
+    layout: KVLayout,
+) -> StepModel:
+    """It has kernels on GPUs, torch's attention on CPUs, unless configured otherwise. Raises ConfigError."""
+    fixed = limits.numerics == "fixed"
+    if not uses_kernels(config, model.device):
+        if model.device.type == "cuda":
+            raise ConfigError("runner_config.kernels", '"torch" is for CPUs: it waits for a GPU at every step')
+        return StepModel(model, layout, fixed=fixed, state=state)
+    if model.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError("runner_config.kernels", '"triton" on a CPU needs the environment TRITON_INTERPRET=1')
+    return DeviceStepModel(
+        model, layout, decode_rows(limits), live=live, fixed=fixed, most_run=1 + limits.speculation,
+        state=state, agree=partial(agree, collectives, label="a proof"),
+    )  # fmt: skip
 
 
 def state_note(state: StateLayout, speculation: int) -> str:
@@ -213,7 +249,7 @@ def _settle(
             return mends, routers, make_layout(_layers(model, config, mends)), ()
     with short_reach(model) as notes:
         longest = max((size + _BEYOND_TOKENS for size in sizes_of(model).values()), default=0)
-        captured = experts if limits.capture is not False else None
+        captured = None if limits.capture is False else experts
         with library_code(kind, "the plain passes of the self-check"):
             reference = selfcheck.plain_passes(
                 model, captured, max_context, min(longest, PLAYED_TOKENS + _BEYOND_TOKENS)

@@ -118,11 +118,11 @@ def check(
     model = step_model.model
     most_tokens = max(map(sum, zip(*reference.chunks, strict=True)))
     capture = None if layers is None else RoutingCapture(model, layers, most_tokens, routers=routers)
-    step_model.aux = None if capture is None else AuxData((capture,))
+    step_model.aux = AuxData(() if capture is None else (capture,))
     try:
         logits, routing = paged_passes(step_model, capture, reference, block_tokens)
     finally:
-        step_model.aux = None
+        step_model.aux = AuxData()
         if capture is not None:
             capture.close()
     tolerance, share = _TOLERANCE[model.dtype]

@@ -3,7 +3,7 @@
 A family that differs from plain attention only beyond its window would pass a self-check whose sequences end before it.
 Sizes up to `PLAYED_TOKENS` are crossed as they are; larger ones are set to `SHORT_TOKENS` in the config and in every
 module that keeps a copy, and set back afterwards. Knows names of the library's config fields; knows no steps. Called by
-`runner.py` around the self-check.
+`open_model.py` around the self-check.
 """
 
 from __future__ import annotations

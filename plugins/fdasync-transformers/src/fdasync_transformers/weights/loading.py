@@ -3,7 +3,7 @@
 The model is built on the meta device and its tensors are streamed one by one, so the weights are in memory once;
 quantised ones are dequantised on the way. Names, shapes and file sizes are checked before memory is taken. Runs no code
 of the checkpoint (no remote code, no pickle) and never calls the hub. Knows nothing of KV caches or steps. Called by
-`runner.py` and `update.py`.
+`opened_runner.py` and `update.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Replaces the weights of a model in use, from a folder or tensor by tensor; always in place, so that addresses stay.
 
 All checks come before the first byte changes (WeightsRejected). A later failure leaves weights that no step may use
-(WeightsBroken), until an update has replaced all of them. Knows no KV and no steps. Called by `runner.py`.
+(WeightsBroken), until an update has replaced all of them. Knows no KV and no steps. Made by `opened_runner.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -63,23 +64,27 @@ class _Placed(NamedTuple):
 
 
 class LiveWeights:
-    """The weights of one model.
+    """The weights of one model. Methods that have the name of a verb of `Runner` do what it says, and block.
 
     Of a rank of a group, it writes the parts that this rank holds. All ranks make the same calls; what one of them
-    rejects or breaks, all do, but for `write`, which no rank waits in.
+    rejects or breaks, all do, but for `write_tensor`, which no rank waits in.
 
     Args:
         names: of its checkpoints; their model is in use between updates, never during one.
         facts: `identity.config_facts` of its checkpoint.
         collectives: of the group; None: this process holds all.
+        drawn: the folder whose weights were drawn, as it has a config alone; "": they came from their folder.
 
     Attributes:
         broken: places that a failed or unfinished update may have left half-written; while there are any, no step may
             use the model.
     """
 
-    def __init__(self, names: Names, facts: Mapping[str, Any], collectives: Collectives | None = None) -> None:
+    def __init__(
+        self, names: Names, facts: Mapping[str, Any], collectives: Collectives | None = None, drawn: str = ""
+    ) -> None:
         self._checkpoint_names = names
+        self._drawn = drawn
         self._collectives = collectives
         self._model: PreTrainedModel = names.model
         self._facts = dict(facts)
@@ -97,19 +102,16 @@ class LiveWeights:
         self._owed: frozenset[Placement] = frozenset()
         self._dropped = False
 
-    def drop(self) -> None:
+    def forget_weights(self) -> None:
         """The weights are lost, or nobody wants them: no step may use the model until an update has brought all."""
         self._incoming = None
         self._dropped, self._id = True, ""
         self.broken = frozenset(Placement(name) for name in self._names.values())
 
-    def redraw(self) -> None:
-        """Draw the weights again, as they were drawn at first; for models whose weights came from no checkpoint."""
-        loading.draw_weights(self._checkpoint_names)
-        self.broken, self._dropped = frozenset(), False
-
     def load_folder(self, path: str) -> str:
         """Replace all weights by a checkpoint folder, as the library would load it; returns the weights id.
+
+        Weights that were drawn from the folder's config are drawn again.
 
         The folder may be plain or quantised, whatever the one before was; the log says which (level INFO).
 
@@ -119,52 +121,45 @@ class LiveWeights:
         WeightsBroken.
         """
         self._incoming = None
+        if path == self._drawn:
+            loading.draw_weights(self._checkpoint_names)
+            self._id, self.broken, self._dropped = "", frozenset(), False
+            self._settle()
+            return identity.DRAWN_ID
         if is_delta(path):
             return self._load_delta(path)
         notes, tensors, settled = self._read(path)
         self._id = ""
         self.broken = frozenset(Placement(name) for name in self._names.values())
-        failed: Exception | None = None
-        try:
+        with self._agreed(path, "new weights were read", WeightsBroken):
             loading.stream(self._checkpoint_names, tensors, settled.placements)
             state = self._model.state_dict()
             for name, other in settled.copies.items():
                 state[name].copy_(state[other])
-        except Exception as error:
-            failed = error
-        if problem := agree(self._collectives, _problem(path, failed), "new weights were read"):
-            raise WeightsBroken(problem) from failed
         # raises where ranks have read different bytes
         weights_id = identity.whole_weights_id(self._checkpoint_names, self._collectives)
         self.broken, self._dropped = frozenset(), False
         self._id = weights_id
+        self._settle()
         _log.info("%s: new weights, %s", path, "; ".join(notes) or "stored plain")
         return weights_id
 
     def _load_delta(self, path: str) -> str:
         names, collectives = self._checkpoint_names, self._collectives
         held = self._id or (not self.broken and identity.whole_weights_id(names, collectives)) or ""
-        manifest, metas, failed = None, [], None
-        try:
+        # libraries raise errors of many types for bad files; nothing has changed
+        with self._agreed(path, "a delta was checked", WeightsRejected):
             manifest = read_manifest(path)
             if manifest.base != held:
                 have = f"the weights in use are {held}" if held else "those in use are broken"
                 raise WeightsRejected(f"{path}: is a delta to weights {manifest.base}, and {have}")
             metas = checked_metas(path, manifest)
-        except Exception as error:  # libraries raise errors of many types for bad files; nothing has changed
-            failed = error
-        problem = agree(collectives, _problem(path, failed), "a delta was checked")
-        if problem or manifest is None:
-            raise WeightsRejected(problem) from failed
-        self.begin(metas)
-        failed = None
-        try:
+        self.begin_tensors(metas)
+        with self._agreed(path, "a delta was read", WeightsBroken):
             for number, (_, tensor) in enumerate(tensors_of(path, manifest)):
                 # a parameter may have no elements
-                self.write(number, 0, bytes_of(tensor))
-        except Exception as error:
-            failed = error
-        self.end(_problem(path, failed))
+                self.write_tensor(number, 0, bytes_of(tensor))
+        self.end_tensors()
         found = identity.whole_weights_id(names, collectives)
         if found != manifest.result:
             self.broken = frozenset(Placement(name) for name in self._names.values())
@@ -173,11 +168,15 @@ class LiveWeights:
         _log.info("%s: %d tensors of new weights", path, len(metas))
         return found
 
-    def fingerprint(self, with_tensors: bool) -> WeightsFingerprint:
+    def fingerprint_weights(self, with_tensors: bool = False) -> WeightsFingerprint:
         """The fingerprint of the weights in use; with each tensor's digest, where they are asked for."""
         return identity.whole_fingerprint(self._checkpoint_names, self._collectives, with_tensors)
 
-    def read_id(self, path: str) -> str:
+    def delta_base(self, path: str) -> str:
+        """As `Runner.delta_base`."""
+        return _manifest_of(path).base if is_delta(path) else ""
+
+    def read_weights_id(self, path: str) -> str:
         """The weights id that `load_folder` would return; changes nothing. Holds one tensor of the model at a time.
 
         Raises WeightsRejected.
@@ -202,77 +201,64 @@ class LiveWeights:
                 # the folder leaves out tensors that loading keeps; none of them is cut (`_read`)
                 yield name, tensor
 
-        found, failed = "", None
-        try:
+        with self._agreed(path, "a folder was compared", WeightsRejected):
             # every rank sees the same folder: rank 0 reads it
             found = "" if collectives is not None and collectives.rank else identity.digest(tensors())
-        except Exception as error:
-            failed = error
-        if problem := agree(collectives, _problem(path, failed), "a folder was compared"):
-            raise WeightsRejected(problem) from failed
         return found if collectives is None else collectives.tell(found.encode(), "weights id")[0].decode()
 
     def _read(self, path: str) -> tuple[tuple[str, ...], dict[str, StoredTensor], Settled]:
         """Notes for people, tensors of a folder that fits the model, and their places. Raises WeightsRejected."""
-        found, failed = None, None
+        # the library raises errors of many types for bad folders; nothing has changed
+        with self._agreed(path, "a folder was checked", WeightsRejected):
+            names = self._checkpoint_names
+            checkpoint = loading.read_checkpoint(path)
+            self._check_config(checkpoint)
+            placed = place(names, checkpoint.tensors, checkpoint.folder)
+            notes = loading.placed_notes(checkpoint, placed, self._model.dtype, self._forms)
+            if names.has_mtp and not names.mtp_among(placed.tensors):
+                notes = (*notes, MTP_LEFT)
+            if left := sorted(names.cuts.keys() - {where.target for where in placed.placements.values()}):
+                raise WeightsRejected(f"{path}: holds no {left[0]}, which ranks hold parts of")
+            settled = settle(self._model, placed.tensors, placed.placements)
+            if self._dropped:
+                held = {self._names[where.target] for where in settled.placements.values()}
+                held |= {self._names[name] for name in settled.copies}
+                own = {self._names[name] for name, _ in self._model.named_parameters() if name in self._names}
+                if missing := sorted(own - held):
+                    raise WeightsRejected(f"{path}: holds no {missing[0]}, and a sleep dropped it")
+            return notes, placed.tensors, settled
+
+    @contextmanager
+    def _agreed(self, what: str, label: str, kind: type[WeightsRejected | WeightsBroken]) -> Iterator[None]:
+        """An error in the context is one of this kind, on all ranks of the group."""
+        failed: Exception | None = None
         try:
-            found = self._read_own(path)
-        except Exception as error:  # the library raises errors of many types for bad folders; nothing has changed
+            yield
+        except Exception as error:
             failed = error
-        problem = agree(self._collectives, _problem(path, failed), "a folder was checked")
-        if problem or found is None:
-            raise WeightsRejected(problem) from failed
-        return found
+        if problem := agree(self._collectives, _problem(what, failed), label):
+            raise kind(problem) from failed
 
-    def _read_own(self, path: str) -> tuple[tuple[str, ...], dict[str, StoredTensor], Settled]:
-        names = self._checkpoint_names
-        checkpoint = loading.read_checkpoint(path)
-        self._check_config(checkpoint)
-        placed = place(names, checkpoint.tensors, checkpoint.folder)
-        notes = loading.placed_notes(checkpoint, placed, self._model.dtype, self._forms)
-        if names.has_mtp and not names.mtp_among(placed.tensors):
-            notes = (*notes, MTP_LEFT)
-        if left := sorted(names.cuts.keys() - {where.target for where in placed.placements.values()}):
-            raise WeightsRejected(f"{path}: holds no {left[0]}, which ranks hold parts of")
-        settled = settle(self._model, placed.tensors, placed.placements)
-        if self._dropped:
-            held = {self._names[where.target] for where in settled.placements.values()}
-            held |= {self._names[name] for name in settled.copies}
-            own = {self._names[name] for name, _ in self._model.named_parameters() if name in self._names}
-            if missing := sorted(own - held):
-                raise WeightsRejected(f"{path}: holds no {missing[0]}, and a sleep dropped it")
-        return notes, placed.tensors, settled
-
-    def begin(self, tensors: Sequence[TensorMeta], *, first: bool = True, last: bool = True) -> tuple[Incoming, ...]:
-        """Check the tensors to come, and return their places; changes nothing. Raises WeightsRejected, naming one.
+    def begin_tensors(self, tensors: Sequence[TensorMeta], *, first: bool = True, last: bool = True) -> None:
+        """Check the tensors to come; changes nothing. Raises WeightsRejected, naming one.
 
         Args:
             first, last: of the tensors of an update. One in several parts has replaced what an earlier one broke, and
                 may be used, once its last part has come.
         """
         self._incoming = None
-        failed: Exception | None = None
         if first:
             self._covered, self._owed = frozenset(), self.broken
-        try:
-            self._begin_own(tensors, last)
-        except FdasyncError as error:
-            failed = error
-        if problem := agree(self._collectives, _problem("the tensors", failed), "an update was checked"):
-            self._incoming = None
-            raise WeightsRejected(problem) from failed
-        incoming: tuple[Incoming, ...] | None = self._incoming
-        return incoming or ()
-
-    def _begin_own(self, tensors: Sequence[TensorMeta], last: bool) -> None:
-        placed = self._placed
-        metas, addresses = tuple(tensors), self._addresses()
-        # what an update that failed has left at its places is forgotten with them
-        if placed is None or self.broken or placed.metas != metas or placed.addresses != addresses:
-            # thousands of names take longer than their bytes: the next update has the same names
-            placed = self._placed = _Placed(metas, addresses, *self._place(tensors))
-        if last and (left := self._left(placed.replaced)):
-            raise WeightsRejected(left)
+        with self._agreed("the tensors", "an update was checked", WeightsRejected):
+            placed = self._placed
+            metas = tuple(tensors)
+            addresses = {name: tensor.data_ptr() for name, tensor in self._model.state_dict().items()}
+            # what an update that failed has left at its places is forgotten with them
+            if placed is None or self.broken or placed.metas != metas or placed.addresses != addresses:
+                # thousands of names take longer than their bytes: the next update has the same names
+                placed = self._placed = _Placed(metas, addresses, *self._place(tensors))
+            if last and (left := self._left(placed.replaced)):
+                raise WeightsRejected(left)
         self._incoming = placed.incoming
         self._written = [0] * len(placed.incoming)
         self._replaced = placed.replaced
@@ -280,8 +266,13 @@ class LiveWeights:
         if names and not self._checkpoint_names.mtp_among(names):
             _log.info("new tensors: %s", MTP_LEFT)
 
-    def _addresses(self) -> dict[str, int]:
-        return {name: tensor.data_ptr() for name, tensor in self._model.state_dict().items()}
+    @property
+    def incoming(self) -> tuple[Incoming, ...]:
+        """The tensors of `begin_tensors` with their places, the same object for the same tensors at the same places.
+        Raises InvariantBroken where none are to come."""
+        if self._incoming is None:
+            raise InvariantBroken("tensors came before they were announced")
+        return self._incoming
 
     def _place(self, tensors: Sequence[TensorMeta]) -> tuple[tuple[Incoming, ...], frozenset[Placement]]:
         """The tensors with their places, and the places. Raises WeightsRejected."""
@@ -313,14 +304,13 @@ class LiveWeights:
         ]
         return tuple(incoming), frozenset(self._check_overlap(placements))
 
-    def write(self, number: int, offset_nbytes: int, data: memoryview) -> None:
+    def write_tensor(self, number: int, offset_nbytes: int, data: memoryview) -> None:
         """Write the next bytes of a tensor, converted to the model's dtype. Raises WeightsBroken."""
-        if self._incoming is None:
-            raise InvariantBroken("a tensor was written before it was announced")
-        if not 0 <= number < len(self._incoming):
-            raise WeightsBroken(f"bytes came for tensor {number} of {len(self._incoming)}")
+        incoming = self.incoming
+        if not 0 <= number < len(incoming):
+            raise WeightsBroken(f"bytes came for tensor {number} of {len(incoming)}")
         self.touch()
-        name, dtype, nbytes, target = self._incoming[number]
+        name, dtype, nbytes, target = incoming[number]
         if offset_nbytes != self._written[number] or len(data) % dtype.itemsize:
             raise WeightsBroken(f"{name}: {len(data)} bytes came for offset {offset_nbytes}, out of order or torn")
         if offset_nbytes + len(data) > nbytes:
@@ -341,8 +331,9 @@ class LiveWeights:
         self.broken |= self._replaced
 
     def received(self, problem: str, *, last: bool) -> None:
-        """All tensors that `begin` checked were received in their places, or there was a problem. `last`: the update
-        has ended. Raises WeightsBroken where a rank had a problem."""
+        """All tensors that `begin_tensors` checked were received in their places, or there was a problem. `last`: the
+        update has ended. Raises WeightsBroken where a rank had a problem."""
+        self._settle()
         self._incoming = None
         if problem := agree(self._collectives, problem, "new weights were received"):
             raise WeightsBroken(problem)
@@ -350,28 +341,28 @@ class LiveWeights:
         if last:
             self.broken, self._dropped = frozenset(), False
 
-    def end_parts(self) -> None:
+    def end_received(self) -> None:
         """End an update in several parts; none was called the last. Raises WeightsBroken where they leave out what an
         earlier update broke."""
         if left := self._left(self._covered):
             raise WeightsBroken(left)
         self.broken, self._dropped = frozenset(), False
 
-    def end(self, problem: str = "") -> None:
-        """End the update. Raises WeightsBroken where there was a problem, or not every byte was written."""
-        incoming, self._incoming = self._incoming, None
-        if incoming is None:
-            raise InvariantBroken("tensors were ended before they were announced")
-        short = problem
-        for (name, _, nbytes, _), written in zip(incoming, self._written, strict=True):
-            if written != nbytes:
-                short = short or f"{name}: {written} of its {nbytes} bytes came"
-        if problem := agree(self._collectives, short, "new weights were written"):
+    def end_tensors(self) -> None:
+        """End the update. Raises WeightsBroken where not every byte was written."""
+        incoming, self._incoming = self.incoming, None
+        came = zip(incoming, self._written, strict=True)
+        short = [f"{one.name}: {count} of its {one.nbytes} bytes came" for one, count in came if count != one.nbytes]
+        if problem := agree(self._collectives, "".join(short[:1]), "new weights were written"):
             raise WeightsBroken(problem)
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
-        # `begin` checked that this update replaces all places that an earlier one broke
+        self._settle()
+        # `begin_tensors` checked that this update replaces all places that an earlier one broke
         self.broken, self._dropped = frozenset(), False
+
+    def _settle(self) -> None:
+        """Wait for the new weights: they were written on another stream than the next step's."""
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)  # blocking: no step is in flight, in a worker process
 
     def _check_config(self, checkpoint: loading.Checkpoint) -> None:
         facts = identity.config_facts(checkpoint.config)
@@ -478,11 +469,6 @@ def _dtype_of(tensor: TensorMeta) -> torch.dtype:
     if dtype is None:
         raise WeightsRejected(f"{tensor.name} has dtype {tensor.dtype!r}, which is none of {', '.join(DTYPES)}")
     return dtype
-
-
-def delta_base(path: str) -> str:
-    """As `Runner.delta_base`."""
-    return _manifest_of(path).base if is_delta(path) else ""
 
 
 def _manifest_of(path: str) -> Manifest:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from checks.snapshots import PLAYED, a_snapshot_continues_bit_by_bit, tokens_of
-from fdasync_transformers.execution.model_memory import HostMemory
+from fdasync_transformers.execution.model_memory import HostSleep
 from fdasync_transformers.model.recurrent.states import States
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from made import Made
@@ -71,9 +71,8 @@ def test_state_is_released_with_the_blocks() -> None:
     player = Player(make_tiny_model("qwen3_next"))
     states = States(player.model.recurrent.layout, 4, 4, torch.device("cpu"))
     states.memory.fill_(0xFF)
-    memory = HostMemory()
-    memory.bind(player.pool, states)
-    memory.release(("kv_cache",), keep_weights=True)
-    memory.regain("kv_cache")
+    sleep = HostSleep(player.model.model, player.pool, states)
+    sleep.release(("kv_cache",), keep_weights=True)
+    sleep.regain("kv_cache")
     # whole pages came back as zeros
     assert int((states.memory == 0).sum()) >= states.memory.nbytes - 2 * mmap.PAGESIZE > 0

@@ -98,7 +98,7 @@ async def weights_and_norms_are_the_librarys(made: Made) -> None:
     assert specs["routing_weights"].shape == specs["routing"].shape
     top_k = top_k_of(driver)
     one = driver.sequence([5, 99, 3, 7, 8, 21, 40], 5)
-    with watched(routers_of(driver.runner._step_model.model)) as seen:  # type: ignore[union-attr]
+    with watched(routers_of(driver.runner.opened.model.step_model.model)) as seen:  # type: ignore[union-attr]
         await driver.run([one])
     ids, weights, norms = (driver.rows(one, name) for name in ("routing", *BOTH))
     for layer, (calls, k) in enumerate(zip(seen, top_k, strict=True)):

@@ -84,7 +84,7 @@ def tensors_and_buffers_are_those_of_from_pretrained(made: Made, dtype: str) -> 
 def a_folder_gives_what_a_fresh_load_gives(made: Made) -> None:
     old, new = made.folder(), made.folder(1)
     live, first, fresh = Live(old), Live(old).state(), Live(new)
-    assert live.weights.read_id(str(new)) == identity.weights_id(fresh.model)
+    assert live.weights.read_weights_id(str(new)) == identity.weights_id(fresh.model)
     assert_equal(live.state(), first)
     for _ in range(2):
         assert live.weights.load_folder(str(new)) == identity.weights_id(fresh.model)

@@ -162,7 +162,7 @@ async def test_a_trainer_of_torchs_own_group_sends_checkpoint_names_tensor_by_te
 def wait_briefly(engine: Engine, sender: Any, seconds: float) -> None:
     """Its group has met, with all the time that it takes on a busy machine; updates by it have so many seconds."""
     runtime: Any = engine._runtime
-    joined = runtime.runner._groups.get(sender.group.name)
+    joined = runtime.runner.opened.groups.get(sender.group.name)
     joined.spec = msgspec.structs.replace(joined.spec, timeout_s=seconds)
 
 

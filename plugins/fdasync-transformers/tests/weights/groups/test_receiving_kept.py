@@ -59,9 +59,9 @@ class Group:
 
 async def receive(live: Live, tensors: dict[str, torch.Tensor], bucket_nbytes: int) -> None:
     given = named_tensors(tensors)
-    incoming = live.weights.begin([TensorMeta(name, dtype, shape) for name, dtype, shape, _ in given])
+    live.weights.begin_tensors([TensorMeta(name, dtype, shape) for name, dtype, shape, _ in given])
     live.weights.touch()
-    plan = ReceivePlan(incoming, bucket_nbytes, CPU)
+    plan = ReceivePlan(live.weights.incoming, bucket_nbytes, CPU)
     group: Any = Group([torch.from_numpy(buffer) for *_, buffer in given], bucket_nbytes)
     await TensorReceiver(group, plan, checksum=False).run(1e9)
     live.weights.received("", last=True)

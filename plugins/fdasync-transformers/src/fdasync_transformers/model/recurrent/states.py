@@ -4,8 +4,8 @@ Where steps verify drafts a lane has several *versions* of its state: the versio
 behind each of its rows, since it is not known before how many rows stand.
 
 A state is the parts of `StateLayout.specs`, one after the other, as `fdasync.cache.snapshots` lays out a snapshot: so a
-snapshot is one run of bytes, in a place here or on the host. Knows no modules and no steps. Made by `runner.py`, and by
-what plays steps at the start.
+snapshot is one run of bytes, in a place here or on the host. Knows no modules and no steps. Made by `bound_runner.py`,
+and by what plays steps at the start.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 torch's own client blocks its thread: if the other side is no store it dials anew until its limit and beyond, and if
 that listens and says nothing it has no limit. So it is used only once a store has answered: this module asks as that
 client does (a greeting, and a ping whose number a store sends back). A side that answers otherwise is no store, and is
-refused. Knows no groups and no tensors. Called by `runner.py`.
+refused. Knows no groups and no tensors. Called by `joined.py`.
 """
 
 from __future__ import annotations

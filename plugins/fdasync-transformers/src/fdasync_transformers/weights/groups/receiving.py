@@ -3,7 +3,7 @@
 A tensor that comes alone, is whole here and has the model's dtype is received into the parameter itself; others come
 into a buffer and are put to their places while the next ones come. What goes where is planned once for updates of the
 same tensors: between GPUs a bucket takes less time than planning it. Bytes are hashed on the way where the sender
-offers a checksum. Called by `runner.py`; `weights/update.py` says which tensors come, and their places.
+offers a checksum. Called by `joined.py`; `weights/update.py` says which tensors come, and their places.
 """
 
 from __future__ import annotations
@@ -156,9 +156,12 @@ class TensorReceiver:
         data = await self._group.next(until, what)
         planned, buffer = self._coming.pop(0)
         self._taken += 1
-        if self._hash is not None:
+        if (hashed := self._hash) is not None:
             for number, at in planned.bucket.parts:
-                self._update_hash(data[at : at + self._plan.incoming[number].nbytes])
+                piece = data[at : at + self._plan.incoming[number].nbytes]
+                for first in range(0, len(piece), _HASHED_NBYTES):
+                    own: Any = piece[first : first + _HASHED_NBYTES].cpu().numpy()
+                    hashed.update(own)
         if buffer is not None:
             self._put(planned, data)
             self._free.append(buffer)
@@ -180,9 +183,3 @@ class TensorReceiver:
                 tensor.target.put_flat(planned.bucket.first // tensor.dtype.itemsize, values)
             except (RuntimeError, ValueError, FdasyncError) as error:
                 raise WeightsBroken(f"{tensor.name}: {error}") from error
-
-    def _update_hash(self, piece: torch.Tensor) -> None:
-        assert self._hash is not None
-        for first in range(0, len(piece), _HASHED_NBYTES):
-            data: Any = piece[first : first + _HASHED_NBYTES].cpu().numpy()
-            self._hash.update(data)

@@ -1,6 +1,6 @@
-"""Measures at start-up how many KV blocks fit into memory, and how fast prefill is.
+"""What a model that was opened offers the engine: its facts, how many blocks fit into memory, how fast prefill is.
 
-Knows models by their steps. Called by `runner.py`.
+Measures at start-up. Knows models by their steps; knows no requests. Called by `opened_runner.py`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,29 @@ import torch
 from fdasync.errors import ConfigError
 from fdasync.events.actions import Chunk, RunStep, SeqStart
 from fdasync.request import SamplerSpec
+from fdasync.runner.base import Capacity
 from fdasync.runner.input_batch import InputBatch
+from fdasync_transformers.capture.aux_data import aux_specs
 from fdasync_transformers.execution.graphs import decode_rows
+from fdasync_transformers.model.families import decoder_layers
+from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.kv import KVPool
 from fdasync_transformers.model.recurrent.states import versions_of
 from fdasync_transformers.sampling.scoring import SCORE_ROWS
+from fdasync_transformers.start.indexed import chosen_shape
+from fdasync_transformers.start.runner_config import graph_tokens, memory_share
+from fdasync_transformers.weights import identity, loading
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fdasync.runner.base import RunnerLimits
     from fdasync.runner.input_batch import Batch
+    from fdasync_transformers.execution.model_memory import ModelMemory
     from fdasync_transformers.execution.step import StepModel
+    from fdasync_transformers.parallel.collectives import Collectives
+    from fdasync_transformers.start.open_model import Opened
+    from fdasync_transformers.start.runner_config import TransformersConfig
 
 # shares of the free memory; other processes of the machine need the rest of a CPU's
 _CPU_SHARE = 0.5
@@ -44,31 +57,83 @@ _SPEED_TOKENS = 256
 _GREEDY = SamplerSpec(prompt_len=0)
 
 
-def choose_num_blocks(
-    step_model: StepModel,
+def capacity_of(
+    opened: Opened,
+    checkpoint: loading.Checkpoint,
+    config: TransformersConfig,
     limits: RunnerLimits,
-    max_context_tokens: int,
-    block_tokens: int,
-    nbytes: int | None,
+    collectives: Collectives | None,
+    memory: ModelMemory,
     *,
-    share: float = 1.0,
-    graphs: int = 0,
-    held: int = 0,
-) -> int:
-    """Blocks that fit into `nbytes`, at most as many as all lanes can use.
+    grammars: bool,
+    notes: Sequence[str],
+) -> Capacity:
+    """Measure and describe. All ranks of a group make the same calls; the other arguments are the runner's.
 
     Args:
-        nbytes: None: the free memory, at most the share of this runner.
-        share: of the memory; the rest is for other runners that start at the same time.
-        graphs: how many steps with prompts will be captured.
-        held: bytes that this runner has on the device beside torch's.
+        grammars: whether there are any for this model.
 
-    Raises ConfigError when not even one block fits.
+    Raises ConfigError: not even one block fits, or data were asked for that the model has not.
     """
-    useful = limits.max_running * -(-max_context_tokens // block_tokens)
+    step_model, moe = opened.step_model, opened.captured
+    model, layout, recurrent = step_model.model, step_model.layout, step_model.recurrent
+    max_context, block_tokens = opened.max_context_tokens, opened.block_tokens
+    specs = aux_specs(model, moe, config.aux)
+    num_blocks = limits.num_blocks or _choose_num_blocks(opened, config, limits, memory.held_nbytes)
+    uneven = moe is not None and len(set(moe.top_k)) > 1
+    return Capacity(
+        model=f"{checkpoint.folder.name} ({checkpoint.model_type})",
+        fingerprint=identity.fingerprint(model, limits.numerics),
+        weights_id=identity.DRAWN_ID
+        if config.weights == "random"
+        else identity.whole_weights_id(opened.names, collectives),
+        vocab_size=int(model.config.vocab_size),
+        eos_ids=loading.eos_ids(checkpoint),
+        max_context_tokens=max_context,
+        block_tokens=block_tokens,
+        num_blocks=num_blocks,
+        block_nbytes=block_tokens * layout.token_nbytes,
+        kv_layout=layout.name,
+        kv_dtype=str(layout.dtype).removeprefix("torch."),
+        dtype=str(model.dtype).removeprefix("torch."),
+        aux_specs=specs,
+        state_specs=() if recurrent is None else recurrent.layout.specs,
+        num_snapshots=_choose_num_snapshots(opened, limits, num_blocks),
+        moe_layer_ids=() if moe is None else moe.ids,
+        num_hidden_layers=len(decoder_layers(model)),
+        num_experts=0 if moe is None else moe.num_experts,
+        top_k=0 if moe is None else max(moe.top_k),
+        top_k_by_layer=moe.top_k if moe is not None and uneven else None,
+        tokenizer="transformers" if (checkpoint.folder / "tokenizer.json").exists() else "",
+        grammars=grammars,
+        scores_prompts=decoder_of(model) is not None,
+        chosen=chosen_shape(model),
+        routing_debug=limits.routing_debug and moe is not None,
+        prefill_tokens_per_s=prefill_tokens_per_s(opened, limits),
+        numerics=limits.numerics,
+        sum_slices=limits.sum_slices,
+        tensor_parallel=limits.tensor_parallel,
+        max_run_tokens=1 + limits.speculation,
+        drafter="mtp" if config.mtp and limits.speculation else "",
+        no_sleep="other instances of this machine have its blocks mapped: use another transport than device"
+        if limits.shows_blocks
+        else memory.no_sleep,
+        notes=tuple(notes),
+    )
+
+
+def _choose_num_blocks(opened: Opened, config: TransformersConfig, limits: RunnerLimits, held_nbytes: int) -> int:
+    """Blocks that fit into the memory of the configuration, or into this runner's share of what is free; at most as
+    many as all lanes can use. Raises ConfigError when not even one block fits."""
+    step_model, block_tokens = opened.step_model, opened.block_tokens
+    useful = limits.max_running * -(-opened.max_context_tokens // block_tokens)
     block_nbytes = block_tokens * step_model.layout.held_token_nbytes
+    nbytes = config.kv_cache_nbytes
     if nbytes is None:
-        nbytes = _free_nbytes(step_model, limits, max_context_tokens, block_tokens, share, graphs, held)
+        model = step_model.model
+        share = memory_share(config, limits, model.device)
+        graphs = len(graph_tokens(config, limits, model, opened.experts)) if config.cuda_graphs else 0
+        nbytes = _free_nbytes(opened, limits, share, graphs, held_nbytes)
     beside = 0
     if step_model.recurrent is not None:
         # live states of each lane, and snapshots
@@ -87,35 +152,31 @@ def choose_num_blocks(
     return min(useful, (nbytes - beside) // block_nbytes)
 
 
-def choose_num_snapshots(step_model: StepModel, limits: RunnerLimits, num_blocks: int, block_tokens: int) -> int:
+def _choose_num_snapshots(opened: Opened, limits: RunnerLimits, num_blocks: int) -> int:
     """Places of snapshots: asked for, or as many as take the bytes of the blocks, at most one for each block."""
-    if step_model.recurrent is None:
+    recurrent = opened.step_model.recurrent
+    if recurrent is None:
         return 0
     if limits.num_snapshots is not None:
         return limits.num_snapshots
-    nbytes = num_blocks * block_tokens * step_model.layout.held_token_nbytes
-    return min(num_blocks, max(_LEAST_SNAPSHOTS, nbytes // step_model.recurrent.layout.nbytes))
+    nbytes = num_blocks * opened.block_tokens * opened.step_model.layout.held_token_nbytes
+    return min(num_blocks, max(_LEAST_SNAPSHOTS, nbytes // recurrent.layout.nbytes))
 
 
-def _free_nbytes(
-    step_model: StepModel,
-    limits: RunnerLimits,
-    max_context_tokens: int,
-    block_tokens: int,
-    share: float,
-    graphs: int,
-    held: int = 0,
-) -> int:
+def _free_nbytes(opened: Opened, limits: RunnerLimits, share: float, graphs: int, held_nbytes: int) -> int:
+    """Of the memory the share of this runner: the rest is for others that start at the same time. `graphs`: how many
+    steps with prompts will be captured; `held_nbytes`: that this runner has on the device beside torch's."""
+    step_model = opened.step_model
     device = step_model.model.device
     if device.type != "cuda":
         return int(_free_host_nbytes() * _CPU_SHARE * share)
-    peak = _step_peak_nbytes(step_model, limits, max_context_tokens, block_tokens)
+    peak = _step_peak_nbytes(opened, limits)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     if share < 1:
         # the other runners may not have taken their shares yet
-        free = min(free, int(total * share) - torch.cuda.memory_reserved(device) - held - _CONTEXT_NBYTES)
-    beside = _beside_nbytes(step_model, limits, max_context_tokens, block_tokens)
+        free = min(free, int(total * share) - torch.cuda.memory_reserved(device) - held_nbytes - _CONTEXT_NBYTES)
+    beside = _beside_nbytes(opened, limits)
     if graphs:
         # graphs keep the memory of a step for good, and each the logits of as many rows as may sample
         logits = decode_rows(limits) * int(step_model.model.config.vocab_size) * step_model.layout.dtype.itemsize
@@ -123,10 +184,11 @@ def _free_nbytes(
     return int(free * _GPU_SHARE) - peak - beside
 
 
-def _beside_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_tokens: int, block_tokens: int) -> int:
+def _beside_nbytes(opened: Opened, limits: RunnerLimits) -> int:
     """Bytes that a runner keeps on the device beside model and KV, and the most that sampling takes."""
+    step_model, block_tokens = opened.step_model, opened.block_tokens
     vocab = int(step_model.model.config.vocab_size)
-    columns = -(-max_context_tokens // block_tokens)
+    columns = -(-opened.max_context_tokens // block_tokens)
     tables = limits.max_running * columns * (1 + block_tokens) * 4
     # the logits of every captured size, together at most twice the largest's, in the model's dtype; steps with drafts
     # have graphs of their own
@@ -143,15 +205,15 @@ def _beside_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_toke
     return tables + graphs + max(sampling, scoring)
 
 
-def _step_peak_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_tokens: int, block_tokens: int) -> int:
+def _step_peak_nbytes(opened: Opened, limits: RunnerLimits) -> int:
     """Device memory that the largest step takes beside model and KV, measured by running it."""
-    left = limits.max_step_tokens
+    step_model, left = opened.step_model, limits.max_step_tokens
     counts: list[int] = []
     while left and len(counts) < limits.max_running:
-        counts.append(min(left, max_context_tokens))
+        counts.append(min(left, opened.max_context_tokens))
         left -= counts[-1]
     device = step_model.model.device
-    batch, table, pool = _fresh_prefills(step_model, counts, block_tokens)
+    batch, table, pool = _fresh_prefills(step_model, counts, opened.block_tokens)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -161,16 +223,15 @@ def _step_peak_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_t
     return int(torch.cuda.max_memory_allocated(device)) - before
 
 
-def prefill_tokens_per_s(
-    step_model: StepModel, limits: RunnerLimits, max_context_tokens: int, block_tokens: int
-) -> float:
+def prefill_tokens_per_s(opened: Opened, limits: RunnerLimits) -> float:
     """Speed of one prefill of some hundred tokens, the better of two, since the first warms up. 0: not measured."""
+    step_model = opened.step_model
     if step_model.interpreted:
         return 0.0
-    count = min(_SPEED_TOKENS, limits.max_step_tokens, max_context_tokens)
+    count = min(_SPEED_TOKENS, limits.max_step_tokens, opened.max_context_tokens)
     took = []
     for _ in range(2):
-        batch, table, pool = _fresh_prefills(step_model, [count], block_tokens)
+        batch, table, pool = _fresh_prefills(step_model, [count], opened.block_tokens)
         started = time.perf_counter()
         step_model.run(batch, table, pool, np.arange(1)).float().cpu()
         took.append(time.perf_counter() - started)
