@@ -159,7 +159,7 @@ class Runtime:
     def _make_tap(self, name: str, keys: dict[str, Any]) -> Tap:
         """Raises PluginError; ConfigError naming the key."""
         # mypy refuses an abstract class here, as if it were instantiated
-        tap = self._registry.load(TAPS, name, Tap)  # type: ignore[type-abstract]
+        tap = self._registry.load(TAPS, name, Tap)
         own = struct_of(tap.config_type, keys, error=ConfigError, root=f"config.taps.{name}")
         try:
             check_subscription(tap.kinds, tap.limit)

@@ -45,7 +45,7 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams: dict[StreamName, torch.cuda.Stream | None] = {
-            name: torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+            name: torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
             for name, priority in _PRIORITIES
         }
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def load_store(name: str) -> type[Store]:
     """The class of the plugin of this name. Raises PluginError."""
     # mypy takes the abstract base for the class to be instantiated
-    return Registry().load(STORES, name, Store)  # type: ignore[type-abstract]
+    return Registry().load(STORES, name, Store)
 
 
 def make_store(name: str, config: Mapping[str, Any]) -> Store:

@@ -278,7 +278,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _tap_keys(name: str) -> type[msgspec.Struct]:
-    return Registry().load(TAPS, name, Tap).config_type  # type: ignore[type-abstract]
+    return Registry().load(TAPS, name, Tap).config_type
 
 
 def parse_store(text: str | None) -> tuple[str, dict[str, Any]] | None:

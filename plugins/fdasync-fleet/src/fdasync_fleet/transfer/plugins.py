@@ -39,7 +39,7 @@ class TransportSpec(msgspec.Struct, frozen=True, array_like=True):
 def transport_class(name: str) -> type[Transport]:
     """The transport of this name. Raises PluginError."""
     # mypy takes an abstract base for a class that is going to be made
-    return Registry().load(TRANSPORTS, name, Transport)  # type: ignore[type-abstract]
+    return Registry().load(TRANSPORTS, name, Transport)
 
 
 def make_transport(spec: TransportSpec) -> Transport:

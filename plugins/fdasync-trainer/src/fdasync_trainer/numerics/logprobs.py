@@ -129,7 +129,7 @@ def logprobs_of_logits(
         raise BadInput("logits", f"{tuple(logits.shape)} for targets {tuple(targets.shape)}")
     _check_targets(targets, logits)
     how = How(_checked(temperature), return_entropy)
-    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+    with torch.cuda.device_of(logits):
         found: Scored = OfLogits.apply(logits, targets, how)  # type: ignore[no-untyped-call]
     return found
 
@@ -190,7 +190,7 @@ def _scored(
     # columns that are contiguous instead of rows would change the bits of a product
     rows, ids = hidden.reshape(-1, hidden.shape[-1]).contiguous(), targets.reshape(-1)
     # kernels are launched on the current device
-    with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
+    with torch.cuda.device_of(rows):
         found: Scored = OfHidden.apply(rows, weight, bias, ids, how)  # type: ignore[no-untyped-call]
     return found
 

@@ -198,7 +198,7 @@ class TrainerNumerics:
             decoder = decoder_of(model)
             for part in (model,) if decoder is None else (model, decoder):
                 stack.callback(_put(part, "forward", FixedForward(self._run_pass, part.forward)))
-            head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+            head: Any = model.get_output_embeddings()
             if head is not None:
                 stack.callback(_put(head, "forward", HeadForward(self._run_head, head.forward)))
             self._undo = stack.pop_all()

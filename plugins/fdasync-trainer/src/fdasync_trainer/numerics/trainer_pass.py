@@ -101,7 +101,7 @@ class Within(AbstractContextManager[None]):
             mode.__exit__(*error)  # type: ignore[no-untyped-call]
 
 
-class PassMode(FixedNumerics):  # type: ignore[no-untyped-call]
+class PassMode(FixedNumerics):
     """A trainer's: refuses random operations too, and products that would be recomputed without it."""
 
     def __init__(self, work: FixedPass) -> None:

@@ -260,7 +260,7 @@ def choosing(site: RouterSite, ids: torch.Tensor) -> Iterator[None]:
 
 def forced_ids(router: torch.nn.Module) -> tuple[bool, torch.Tensor | None]:
     """Whether the running call of a router is watched or forced, and the rows that it is to choose, if any."""
-    for mode in torch.overrides._get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+    for mode in torch.overrides._get_current_function_mode_stack():
         if isinstance(mode, _Selector) and mode.site.router is router:
             return True, mode.rows
     return False, None

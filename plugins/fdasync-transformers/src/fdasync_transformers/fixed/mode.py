@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _ATEN = torch.ops.aten
 
 
-class FixedNumerics(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FixedNumerics(TorchDispatchMode):
     """See the module. May be entered again while it is entered; each thread enters it for itself.
 
     Raises RunnerError for an operation whose result depends on the batch and that has no fixed form: attention that
@@ -91,12 +91,12 @@ class FixedNumerics(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _by_parts(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """In inference mode, operations that are made of others come here before their parts do."""
         # the dispatch mode alone: a function mode would be given each of these operations once more
-        TorchDispatchMode.__enter__(self)  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__enter__(self)
         try:
             with torch._C.DisableTorchFunction():
                 result = func.decompose(*args, **kwargs)
         finally:
-            TorchDispatchMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
+            TorchDispatchMode.__exit__(self, None, None, None)
         return func(*args, **kwargs) if result is NotImplemented else result
 
 

@@ -89,7 +89,7 @@ def in_vectors(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     tensors = [one for one in args if isinstance(one, torch.Tensor)]
     shape = tensors[0].shape
     if len(tensors) > 1:
-        shape = torch.broadcast_shapes(*(one.shape for one in tensors))  # type: ignore[no-untyped-call]
+        shape = torch.broadcast_shapes(*(one.shape for one in tensors))
     count = prod(shape)
     if not count:
         return function(*args, **kwargs)
