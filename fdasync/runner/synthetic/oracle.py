@@ -84,7 +84,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     load_s: Seconds = 0.0
     sleep_s: Seconds = 0.0
     fail_wakes: int = 0
-    jitter: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    jitter: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
     seed: int = 0
     free: bool = False
     fail_step: int = -1

@@ -254,7 +254,8 @@ def refused(tmp_path, capsys, monkeypatch):
 
     def ask(*options):
         sent = [str(places.get(option, option)) for option in options]
-        return errors(capsys, monkeypatch, "http", "--port", "0", "--runner", "synthetic", *sent)
+        port = () if "--port" in sent else ("--port", "0")
+        return errors(capsys, monkeypatch, "http", *port, "--runner", "synthetic", *sent)
 
     return ask
 

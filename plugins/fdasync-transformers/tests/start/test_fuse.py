@@ -156,7 +156,10 @@ def test_kernels_that_cannot_run_are_refused_by_name(monkeypatch: pytest.MonkeyP
     assert (caught.value.field, caught.value.hint) == ("runner_config.kernels", 'use "auto"')
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
+_INTERPRETED = pytest.param("triton", marks=pytest.mark.skipif(ON_GPU, reason="kernels run on the GPU alone there"))
+
+
+@pytest.mark.parametrize("kernels", ["torch", _INTERPRETED])
 def test_nothing_is_fused_on_a_cpu_unless_asked(kernels: Any) -> None:
     model = make_tiny_model("qwen3_moe", num_hidden_layers=2)
     layers = find_moe_layers(model)
