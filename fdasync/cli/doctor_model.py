@@ -43,7 +43,7 @@ def examine_model(config: EngineConfig, as_json: bool, console: Console) -> bool
     console.print(_facts(report))
     if report.kv_token_nbytes:
         console.print(_memory(report, config.max_running))
-    told = [f"{what}: {count} modules by kernels on a GPU" for what, count in report.replaced.items()]
+    told = [f"{what}: kernels are tried on a GPU for {count}" for what, count in report.replaced.items()]
     for note in (*report.notes, *told, *report.kept):
         console.print(f"[dim]- {note}[/]", highlight=False)
     if report.served:

@@ -56,7 +56,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Everything that an engine is told at its start.
 
     Attributes:
-        model: checkpoint folder; "" for runners that need none.
+        model: checkpoint folder; left out for runners that need none.
         runner: which installed runner computes the model (`fdasync plugins` lists them).
         runner_config: the runner's own keys, decoded by it; unknown ones are refused by name.
         process: "worker" runs the model in a child process of its own (the default: a CPU forward pass, or

@@ -110,6 +110,8 @@ class StepPlanner:
         else:
             queues.walled = True
         if not decodes and not plan.chunks:
+            if starts:
+                raise InvariantBroken(f"sequence {starts[0].key} starts and computes nothing: `may_begin` lets it wait")
             return None
         for seq in skips:
             seq.idle_step = step_id
@@ -237,7 +239,9 @@ class StepPlanner:
         start = seq.planned
         stop = min(start + budget, len(seq.tokens))
         for cut in self._cut:
-            stop = cut(seq, start, stop)
+            before, stop = stop, cut(seq, start, stop)
+            if not start <= stop <= before:
+                raise InvariantBroken(f"{cut.__qualname__} cut [{start}, {before}) of {seq.key} at {stop}")
         if stop == start:
             return 0
         if self._index.enabled and seq.indexed:

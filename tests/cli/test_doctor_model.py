@@ -59,8 +59,8 @@ def test_a_served_model_ends_with_0_and_shows_its_memory(monkeypatch: pytest.Mon
         "163,840 tokens",
         "cuda:0, 1,400.0 GB",
         "FP8 dequantised to bfloat16: 45,000 tensors",
-        "norms: 245 modules by kernels on a GPU",
-        "routers: 58 modules by kernels on a GPU",
+        "norms: kernels are tried on a GPU for 245",
+        "routers: kernels are tried on a GPU for 58",
         "decoder layers are the library's own: DeepseekV3DecoderLayer is of no known kind",
         "would be served",
     ):

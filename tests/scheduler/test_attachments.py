@@ -161,6 +161,19 @@ def test_one_that_rests_is_told_of_what_concerns_it_alone():
     assert one.seen == [2, "step"]
 
 
+@pytest.mark.parametrize(
+    ("beyond", "told"), [(1, "Cuts.cut cut .0, 6. of 1 at 7"), (-7, "at -1"), (-6, "starts and computes nothing")]
+)
+def test_a_chunk_is_cut_within_itself_and_the_first_one_not_to_nothing(beyond, told):
+    class Cuts(Attachment):
+        def cut(self, seq, start, stop):
+            return stop + beyond
+
+    table = Table(attachments=(Cuts(),))
+    with pytest.raises(InvariantBroken, match=told):
+        table.turn(table.request(1, range(6), 3))
+
+
 def test_no_event_has_two_handlers():
     class Second(Attachment):
         def __init__(self):

@@ -15,7 +15,7 @@ that are cached:
 `make.py` says which attachments a scheduler has of its own, and in which order they are asked: `usable`, `cut` and
 `ended` get what the one before them said. Like all of the scheduler an attachment is pure: it has no clock but
 `core.now`, awaits nothing, and iterates over no set, so that a trace replays. It moves and ends sequences by `Core`,
-the queues and the index, and keeps what it knows of one by its key, or in fields of `Sequence` that are its own.
+the queues and the index, and keeps what it knows of one by its key, or in fields that `Sequence` declares for it.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ class Attachment:
         so many leading tokens have KV here, be it of use to it or not."""
 
     def cut(self, seq: Sequence, start: int, stop: int) -> int:
-        """Where its next chunk, planned as [start, stop), shall stop; `start`: it waits for the next step."""
+        """Where its next chunk, planned as [start, stop), shall stop; `start`: it waits for the next step, unless this
+        is its first chunk, which `may_begin` holds back. While a prompt is cut, others are computed beside it; those
+        with the same tokens share its blocks from the step on that has planned them."""
         return stop
 
     def chunk(self, seq: Sequence, start: int, stop: int, step_id: int) -> None:
@@ -179,7 +181,7 @@ class Attachment:
         comes from them, is of no use. No step is in flight. Called in every turn until the sleep is deep."""
 
     def stats(self) -> dict[str, Any]:
-        """Fields of `SchedulerStats` that are its own."""
+        """Fields of `SchedulerStats` that are its own; `fdasync/stats.py` declares them."""
         return {}
 
     def check(self, live: Iterable[Sequence]) -> Holds:

@@ -78,14 +78,14 @@ class Replacement(ABC, Generic[C]):
     def candidates(self, place: Place) -> Iterable[C]:
         """What could take a place, the preferred first. Raises Differs with the reason where there is nothing."""
 
+    @abstractmethod
     def cases(self, place: Place) -> Iterable[Case[C]]:
-        """What a candidate must pass, each with its tolerance. Raises Differs."""
-        del place
-        return ()
+        """What a candidate must pass, each with its tolerance; none if `candidates` has proven it. Raises Differs."""
 
     @abstractmethod
     def put(self, place: Place, candidate: C) -> None:
-        """Have a proven candidate compute what the module did."""
+        """Have a proven candidate compute what the module did. It reads the module's parameters at each call, since an
+        update may put new ones in their places; no proof sees whether it does."""
 
 
 class Operation(Replacement[C]):

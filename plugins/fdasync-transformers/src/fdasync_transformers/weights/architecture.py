@@ -120,7 +120,8 @@ def _config(
         values: Any = PreTrainedConfig._decode_special_floats({**raw, **fixed, "model_type": known})
         config: PreTrainedConfig = CONFIG_MAPPING[known].from_dict(values)
     except Exception as error:  # the library checks configs with errors of many types
-        raise CheckpointError(str(config_file), f"is no valid {known} config: {error}") from error
+        problem = " ".join(str(error).split())
+        raise CheckpointError(str(config_file), f"is no valid {known} config: {problem}") from error
     return config
 
 
