@@ -1,7 +1,7 @@
 """Plain values (a parsed TOML or JSON file, a request's body) into a struct, and a check of structs that were made in
 Python; a value that does not fit its annotation (type, words, `msgspec.Meta`) is refused by name, with the limit.
 
-`Meta(extra={"hint": ...})` beside a bound is the way out that the error names. Whatever the bounds, a number is finite.
+`Meta(extra={"hint": ...})` beside a bound is the way out that the error names. A field that is a number is finite.
 
 Pure; the module knows errors only. `request.py`, the configurations and the modules that make plugins call it.
 """

@@ -155,10 +155,10 @@ class Scheduler:
             handler = self._handlers.get(type(event))
             if handler is not None:
                 handler(event)
-                for also in self._also.get(type(event), ()):
-                    also(event)
             elif not isinstance(event, Notice):
                 raise InvariantBroken(f"the scheduler knows no event {type(event).__name__}")
+            for also in self._also.get(type(event), ()):
+                also(event)
         if events and all(isinstance(event, _UNPLANNED) and type(event) not in self._heard for event in events):
             return []
         if self._deadlines:

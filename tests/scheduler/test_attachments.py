@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from fdasync.errors import InvariantBroken
-from fdasync.events.catalog import Event, StepDone, SwapDone, TimerFired
+from fdasync.events.catalog import BreakerChanged, Event, StepDone, SwapDone, TimerFired, WeightsRelabelled
 from fdasync.scheduler.state.attachment import Attachment
 from tests.scheduler.table import Table
 from tests.support.imports import ALL_MODULES, imports_of, within
@@ -159,6 +159,24 @@ def test_one_that_rests_is_told_of_what_concerns_it_alone():
     table.turn(table.abort(2))
     table.run(table.request(3, A, 3))
     assert one.seen == [2, "step"]
+
+
+@pytest.mark.parametrize(
+    "event", [BreakerChanged(store="s", state="open", problem="", at=0.0), WeightsRelabelled(version="1", at=0.0)]
+)
+def test_one_that_hears_of_what_plans_nothing_is_asked_to_plan(event):
+    class Hears(Attachment):
+        def __init__(self):
+            self.also = {type(event): lambda event: heard.append(type(event))}
+
+        def plan(self, now):
+            heard.append("plan")
+            return []
+
+    heard = []
+    table = Table(attachments=(Hears(),))
+    table.turn(event)
+    assert heard == [type(event), "plan"]
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,8 @@ class Attachment:
         """The sequence has a token behind what was computed as its prompt, and goes on to decode here."""
 
     def computed(self, seq: Sequence) -> bool:
-        """The sequence has all its tokens. True: it is kept, and this attachment ends it later."""
+        """The sequence has all its tokens. True: it is kept, and this attachment ends it later; at a stop id it has to
+        take it out of the decoding ones, too."""
         return False
 
     def ended(self, seq: Sequence, reason: FinishReason, keep: int) -> int:

@@ -16,7 +16,8 @@ Words = Annotated[str, Meta(max_length=WORDS_CHARS)]
 Version = Annotated[str, Meta(min_length=1, max_length=MAX_VERSION_CHARS)]
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+MOST_S = 1e9
+Seconds = Annotated[float, Meta(ge=0, le=MOST_S)]
 Small = Annotated[int, Meta(ge=0, lt=1 << 20)]
 #: a `traceparent`, or ""; the engine refuses others
 Trace = Annotated[str, Meta(max_length=55)]

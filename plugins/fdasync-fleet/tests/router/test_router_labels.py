@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fdasync_fleet.messages import KvEventBatch
+from fdasync_fleet.messages import KvEventBatch, Reply
 from weights_scene import come_back, dropped, problems, serve
 
 from fdasync.errors import UpdateUnderWay, WeightsBroken, WeightsDiffer
@@ -89,10 +89,14 @@ async def test_one_with_other_weights_does_not_get_their_label(scene):
     for script in (scene.m0, scene.m1):
         script.router.send(KvEventBatch(OTHER, "5", True, (), (), 5))
     await settle()
-    waits = await come_back(scene, "m1")
+    waits, claims = await come_back(scene, "m1"), []
+    waits.claims = lambda command: claims.append(command.verb) or Reply(command.number)
     scene.m0.obeys = lambda command: replied(command.number, "", "", OTHER, command.version, command.order)
     await scene.router.set_weight_version("best")
     assert waits.commands == []
+    await settle()
+    # it has nothing to do, and another router may have it again
+    assert claims == ["claim", "release"]
     assert labels(scene) == {"m0": "best", "m1": "0"}
     assert "of version 0, which is earlier than version best" in problems(scene)["m1"]
     assert dropped(scene) == {}

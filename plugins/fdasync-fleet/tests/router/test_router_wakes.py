@@ -19,6 +19,14 @@ from fdasync.errors import (
 )
 from tests.support.router_scene import Command, in_scene, replied, settle, status_of
 
+
+@in_scene("m0", "m1", request_deadline_s=1e9)
+async def test_a_sleep_that_may_wait_as_long_as_a_request_may_take_puts_all_to_sleep(scene):
+    both = sleepers(scene)
+    await scene.router.sleep(mode="wait")
+    assert [one.told for one in both] == [[("sleep", ())]] * 2
+
+
 # -- new weights while some sleep
 
 

@@ -184,12 +184,13 @@ class TransformersRunner(Runner):
 
     async def release_memory(self, parts: Sequence[MemoryPart], *, keep_weights: bool) -> None:
         """As `Runner.release_memory`; blocks. Graphs stay: what they hold are addresses, which stay too."""
+        sleep = self.bound.sleep
         if "weights" in parts and not keep_weights:
             self.opened.weights.forget_weights()
         # a collected cycle may hold tensors
         gc.collect()
         with current(self.opened.device):
-            self.bound.sleep.release(parts, keep_weights=keep_weights)
+            sleep.release(parts, keep_weights=keep_weights)
 
     async def regain_memory(self, part: MemoryPart) -> None:
         with current(self.opened.device):

@@ -38,6 +38,7 @@ class Claims:
         self.joiner: Peer | None = None
         self._holder: Peer | None = None
         self._until = 0.0
+        self._number = 0
 
     def take(self, peer: Peer, limit_s: float = 0.0) -> None:
         """Let no other router change anything for `limit_s`; 0: check only. Raises UpdateUnderWay."""
@@ -46,10 +47,15 @@ class Claims:
             raise UpdateUnderWay(f"of {holder.name}")
         if limit_s:
             self._holder, self._until = peer, now + limit_s
+            self._number += 1
 
-    def release(self, peer: Peer) -> None:
-        """End a claim, if it is this router's."""
-        if self._holder is peer:
+    def of(self, peer: Peer) -> int:
+        """The number of this router's claim; 0: it has none."""
+        return self._number if self._holder is peer else 0
+
+    def release(self, peer: Peer, number: int | None = None) -> None:
+        """End a claim, if it is this router's. `number`: and no later one than that."""
+        if self._holder is peer and number in (None, self._number):
             self._holder, self._until = None, 0.0
 
 
@@ -74,12 +80,14 @@ class PeerVerbs(Verbs):
         changes = method.name in CHANGES
         if changes:
             self._claims.take(self._peer)
+        # a late wake, which claims nothing, may end while a later change has the claim
+        claim = self._claims.of(self._peer)
         try:
             return await method.call(self, message, [])
         finally:
             # an update in parts that stays open keeps its claim, which is timed
             if changes and not self._weights.control.in_parts:
-                self._claims.release(self._peer)
+                self._claims.release(self._peer, claim)
 
     async def claim(self, limit_s: float) -> None:
         self._claims.take(self._peer, limit_s)

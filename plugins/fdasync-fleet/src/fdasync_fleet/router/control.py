@@ -46,6 +46,7 @@ from fdasync.request import (
     next_order,
     next_version,
 )
+from fdasync_fleet.fields import MOST_S
 from fdasync_fleet.messages import Call, Reply
 from fdasync_fleet.router.validation import check_limit_s, check_whole
 from fdasync_fleet.router.weights.agreement import WeightAgreement
@@ -591,8 +592,10 @@ class ControlPlane:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         # the error is for the caller; a cancelled caller may never read it: this marks it as read
-        if not task.cancelled() and task.exception() is not None:
-            self._say_to(self._table.up(), verb(Verbs.release))
+        if not task.cancelled():
+            failed = task.exception() is not None
+            # one that waits for other weights may have been claimed, and not asked
+            self._say_to([one for one in self._table.up() if failed or one.behind], verb(Verbs.release))
         if self._parts is not None:
             # cancelled before its first step
             self._parts.end(EngineClosed("closed"))
@@ -635,7 +638,8 @@ class ControlPlane:
         Returns the order of the latest weights or label: this router may not have heard yet what another router brought
         a moment ago."""
         config = self._config
-        command = verb(Verbs.claim, config.command_s + max(config.handoff_s + config.command_s, limit_s))
+        claim_s = config.command_s + max(config.handoff_s + config.command_s, limit_s)
+        command = verb(Verbs.claim, min(claim_s, MOST_S))
         latest = self._table.weight_order
         for instance in sorted(self._table.up(), key=lambda instance: instance.address):
             try:
