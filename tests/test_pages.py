@@ -299,7 +299,7 @@ def source_of(path: str) -> Path:
 def test_the_functions_that_the_tour_names_are_in_the_files_it_names() -> None:
     """ "Where do I change ...?" is of use only while it is right."""
     (section,) = re.findall(r"^## Where do I change \.\.\.\?\n(.*?)^## ", TOUR.read_text(), re.DOTALL | re.MULTILINE)
-    wanted = ("Eviction", "Admission order", "Preemption", "A lease", "Who has a say about a sequence",
+    wanted = ("Eviction", "Admission order", "Preemption", "A lease", "A feature that decides about sequences",
               "A pause, an update of weights",
               "A setting of an engine", "A metric", "An event", "An aux datum", "A kernel",
               "A field of an HTTP dialect", "A verb of the runner", "A trainer's row format",

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 def drafter_class(name: str) -> type[Drafter]:
     """The class of the drafter of this name. Raises PluginError."""
-    # mypy warns that the abstract base could be instantiated
     return Registry().load(DRAFTERS, name, Drafter)
 
 

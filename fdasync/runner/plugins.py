@@ -21,6 +21,5 @@ if TYPE_CHECKING:
 
 def make_runner(name: str, config: Mapping[str, Any], limits: RunnerLimits) -> Runner:
     """A runner of the plugin of this name. Raises PluginError; ConfigError naming the key."""
-    # mypy warns that the abstract base could be instantiated
     runner = Registry().load(RUNNERS, name, Runner)
     return runner(struct_of(runner.config_type, config, error=ConfigError, root="runner_config"), limits)

@@ -1,4 +1,4 @@
-"""An attachment: one who has a say about sequences besides the scheduler's core. Pure.
+"""The contract of an attachment: an object that takes part in decisions of the scheduler about sequences. Pure.
 
 Snapshots of recurrent state, drafts and both sides of a hand-off are attachments. The core does not know what they are
 for: it tells each of them what happens to a sequence, and asks the questions below where it decides. An attachment

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from fdasync_fleet.link.peer import Peer
 
 
-#: verbs that another router's claim refuses; each ends a claim of its own router. A leave of a group is none: it ends a
-#: join, whoever has claimed the instance since
+#: verbs that another router's claim refuses; each ends the claim that its router had as the call began. Any router
+#: may leave a group, since that ends a join
 CHANGES = (
     "update_weights", "relabel", "begin_update", "update_part", "end_update", "abandon_update", "join_group", "sleep",
     "wake",

@@ -128,7 +128,7 @@ async def bind(
             bound = BoundRunner(opened, services, num_blocks, arena, host, snapshots)
             if isinstance(bound.executor, DeviceExecutor):
                 _warm(opened, bound.executor)
-    except BaseException as error:
+    except BaseException as error:  # closed whatever ends it, then raised
         if bound is not None:
             await bound.executor.aclose()
         elif services is not None:

@@ -52,7 +52,7 @@ class OpenedRunner:
         grammars: of the model; None: it has none.
         checks: of callers' grammars; None: there are none, or another rank has them.
         lent: memory for what indexers choose, by sequence.
-        shown: where blocks lie that other instances copy; None: nobody asked for that.
+        shown: holds the blocks, where other instances copy from them; None: none does.
         collectives: of the group that computes each step together; None: this process alone.
 
     Raises CheckpointError, UnsupportedModel and ConfigError.

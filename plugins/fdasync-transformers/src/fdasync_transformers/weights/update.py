@@ -234,7 +234,7 @@ class LiveWeights:
         failed: Exception | None = None
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # raised below, behind the agreement: other ranks must hear of any error
             failed = error
         if problem := agree(self._collectives, _problem(what, failed), label):
             raise kind(problem) from failed

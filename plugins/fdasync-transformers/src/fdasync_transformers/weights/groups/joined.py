@@ -78,7 +78,7 @@ class JoinedGroups:
             weights.received(problem, last=last)
         except (WeightsRejected, WeightsBroken) as error:
             raise type(error)(self._failed(source.group, error.problem)) from error
-        except BaseException:
+        except BaseException:  # a cancelled receive, too: its group is left, then it is raised
             self.leave_group(source.group)
             raise
 
