@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from fdasync.testing import Deadlock, Livelock, run_sim
+from fdasync.testing import Deadlock, LateLoop, Livelock, run_sim
 
 # -- virtual time -------------------------------------------------------------------------------------
 
@@ -147,3 +147,25 @@ def test_the_fixture_runs_in_virtual_time(run_sim):
         return asyncio.get_running_loop().time()
 
     assert run_sim(main()) >= 3600
+
+
+def met(seed):
+    """When timers that are a millisecond apart fire on a late loop, in nanoseconds."""
+
+    async def scenario():
+        loop, seen = asyncio.get_running_loop(), []
+        for number in range(1, 201):
+            loop.call_at(number / 1000, lambda: seen.append(round(loop.time() * 1e9)))
+        await asyncio.sleep(1.0)
+        return seen
+
+    return run_sim(scenario(), LateLoop(seed))
+
+
+def test_a_late_loop_meets_timers_together_and_never_more_than_30_ms_late():
+    seen = met(7)
+    late_ns = [moment - number * 1_000_000 for number, moment in enumerate(seen, 1)]
+    assert 0 <= min(late_ns) < max(late_ns) <= 30_000_000
+    # several fire in one turn
+    assert len(set(seen)) < len(seen)
+    assert met(7) == seen != met(8)

@@ -29,6 +29,17 @@ def use(table, times, tokens=A, first=100):
         table.run(table.request(key, tokens, 1))
 
 
+def asked():
+    """A table whose store is asked about A, with no step in flight; and the number of the question."""
+    table = make_table()
+    use(table, BOUND)
+    table.turn(table.request(1, A, 1))
+    (number,) = table.lookups
+    while table.flying:
+        table.turn(table.done())
+    return table, number
+
+
 def kept(table):
     return {key for _, key in table.kept}
 
@@ -176,12 +187,7 @@ def test_what_a_shared_prefix_lost_is_written_whoever_uses_it():
 
 
 def test_an_answer_under_old_weights_writes_nothing():
-    table = make_table()
-    use(table, BOUND)
-    table.turn(table.request(1, A, 1))
-    (number,) = table.lookups
-    while table.flying:
-        table.turn(table.done())
+    table, number = asked()
     table.turn(table.pause())
     table.turn(table.weights(1), table.resume())
     assert table.turn(table.looked_up(number, count=0)).puts == []
@@ -191,12 +197,7 @@ def test_an_answer_under_old_weights_writes_nothing():
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_an_answer_that_comes_while_a_block_is_computed_anew_copies_nothing_of_it(count):
-    table = make_table()
-    use(table, BOUND)
-    table.turn(table.request(1, A, 1))
-    (number,) = table.lookups
-    while table.flying:
-        table.turn(table.done())
+    table, number = asked()
     index = table.scheduler.index
     for block in list(index._clean):
         index._leave_device(block)
