@@ -3,43 +3,30 @@ pauses, resumes, updates, sleeps and wakes in each mode, aborts, cancels, deadli
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING
-
 import pytest
 
 from tests.support.sim_engine.crowd import crowded
-from tests.support.sim_engine.simulation import simulate
+from tests.support.sim_engine.simulation import outcomes_of
 from tests.support.sim_engine.workload import Workload
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _FEW, _MANY = 20, 3000
 # of the many, for several processes to share
 _PARTS = 6
 
 
-def play(seeds: Iterable[int], config: pytest.Config) -> Counter[str]:
-    """Play these seeds, or the one that was asked for; how the samples ended."""
-    only = config.getoption("--sim-seed")
-    outcomes: Counter[str] = Counter()
-    for seed in seeds if only is None else (only,):
-        outcomes.update(simulate(seed, crowd=True).outcomes)
-    return outcomes
-
-
 @pytest.mark.ci
 def test_everything_at_once(request: pytest.FixtureRequest):
-    outcomes = play(range(_FEW), request.config)
-    if request.config.getoption("--sim-seed") is None:
+    only = request.config.getoption("--sim-seed")
+    outcomes = outcomes_of(range(_FEW), only, crowd=True)
+    if only is None:
         assert not {"stop", "length", "abort", "deadline", "cancelled"} - outcomes.keys(), outcomes
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_everything_at_once_of_many_seeds(part: int, request: pytest.FixtureRequest):
-    assert play(range(_FEW + part, _FEW + _MANY, _PARTS), request.config)
+    only = request.config.getoption("--sim-seed")
+    assert outcomes_of(range(_FEW + part, _FEW + _MANY, _PARTS), only, crowd=True)
 
 
 def test_a_crowd_draws_everything():

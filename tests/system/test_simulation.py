@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from tests.support.sim_engine import simulation as simulation_module
-from tests.support.sim_engine.simulation import SimulationFailed, simulate
+from tests.support.sim_engine.simulation import SimulationFailed, outcomes_of, simulate
 from tests.support.sim_engine.workload import Workload
 
 if TYPE_CHECKING:
@@ -97,26 +97,19 @@ def test_simulation_in_real_time_of_many_seeds(part: int, name: str, tmp_path: P
     assert totals["rows"]
 
 
-def late(seeds: Iterable[int], config: pytest.Config) -> Counter[str]:
-    """Play these seeds, or the one that was asked for, on loops that come late; how the samples ended."""
-    only = config.getoption("--sim-seed")
-    outcomes: Counter[str] = Counter()
-    for seed in seeds if only is None else (only,):
-        outcomes.update(simulate(seed, late=True).outcomes)
-    return outcomes
-
-
 @pytest.mark.ci
 def test_simulation_on_a_late_loop(request: pytest.FixtureRequest):
-    outcomes = late(range(20), request.config)
-    if request.config.getoption("--sim-seed") is None:
+    only = request.config.getoption("--sim-seed")
+    outcomes = outcomes_of(range(20), only, late=True)
+    if only is None:
         assert not {"stop", "length", "abort", "deadline", "cancelled"} - outcomes.keys(), outcomes
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_simulation_on_a_late_loop_of_many_seeds(part: int, request: pytest.FixtureRequest):
-    assert late(range(20 + part, _LATE_SEEDS, _PARTS), request.config)
+    only = request.config.getoption("--sim-seed")
+    assert outcomes_of(range(20 + part, _LATE_SEEDS, _PARTS), only, late=True)
 
 
 @pytest.mark.ci

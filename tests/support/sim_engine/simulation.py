@@ -52,7 +52,7 @@ from tests.support.sim_engine.report import SimulationReport, add, check_groups
 from tests.support.sim_engine.workload import RequestPlan, UpdatePlan, Workload, arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from fdasync.cache.store.base import Store
@@ -132,6 +132,14 @@ def simulate(
         named = f" -k {which}" if late or loop is not None else ""
         again = f"pytest tests/system/test_{file}.py{named} --sim-seed {seed}"
         raise SimulationFailed(seed, f"{type(first).__name__}: {first}", again) from first
+
+
+def outcomes_of(seeds: Iterable[int], only: int | None, *, crowd: bool = False, late: bool = False) -> Counter[str]:
+    """Play these seeds, or the one that was asked for; how the samples ended."""
+    found: Counter[str] = Counter()
+    for seed in seeds if only is None else (only,):
+        found.update(simulate(seed, crowd=crowd, late=late).outcomes)
+    return found
 
 
 class _Simulation:
