@@ -33,7 +33,7 @@ class Verbs(ABC):
     @abstractmethod
     @remote()
     async def claim(self, limit_s: Seconds) -> None:
-        """No other router may make a change for so long, or until this router's change or its link ends.
+        """No other router may make a change for so long, or until `release`, or until this router's link ends.
 
         Raises UpdateUnderWay while another router has claimed the instance, as all changes do (`CHANGES` in
         `instance/peer_verbs.py`).

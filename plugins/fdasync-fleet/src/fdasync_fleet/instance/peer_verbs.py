@@ -1,6 +1,7 @@
 """Performs what a router has an instance do: `Verbs` for one router's call. Called by `instance.py`.
 
-Of several routers one at a time may make a change of `CHANGES`. A claim says which, and for how long.
+Of several routers one at a time may make a change of `CHANGES`. A claim says which, and for how long. The router takes
+it before its change and gives it back behind it: no other call ends it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
     from fdasync_fleet.link.peer import Peer
 
 
-#: verbs that another router's claim refuses; each ends the claim that its router had as the call began. Any router
-#: may leave a group, since that ends a join
+#: verbs that another router's claim refuses. Any router may leave a group, since that ends a join
 CHANGES = (
     "update_weights", "relabel", "begin_update", "update_part", "end_update", "abandon_update", "join_group", "sleep",
     "wake",
@@ -38,25 +38,22 @@ class Claims:
         self.joiner: Peer | None = None
         self._holder: Peer | None = None
         self._until = 0.0
-        self._number = 0
 
-    def take(self, peer: Peer, limit_s: float = 0.0) -> None:
-        """Let no other router change anything for `limit_s`; 0: check only. Raises UpdateUnderWay."""
+    def check(self, peer: Peer) -> None:
+        """Raise UpdateUnderWay where another router may change the instance."""
         holder, now = self._holder, asyncio.get_running_loop().time()
         if holder is not None and holder is not peer and holder.is_up and now < self._until:
             raise UpdateUnderWay(f"of {holder.name}")
-        if limit_s:
-            self._holder, self._until = peer, now + limit_s
-            self._number += 1
 
-    def of(self, peer: Peer) -> int:
-        """The number of this router's claim; 0: it has none."""
-        return self._number if self._holder is peer else 0
+    def take(self, peer: Peer, limit_s: float) -> None:
+        """Let no other router change anything for `limit_s`. Raises UpdateUnderWay."""
+        self.check(peer)
+        self._holder, self._until = peer, asyncio.get_running_loop().time() + limit_s
 
-    def release(self, peer: Peer, number: int | None = None) -> None:
-        """End a claim, if it is this router's. `number`: and no later one than that."""
-        if self._holder is peer and number in (None, self._number):
-            self._holder, self._until = None, 0.0
+    def release(self, peer: Peer) -> None:
+        """End a claim, if it is this router's."""
+        if self._holder is peer:
+            self._holder = None
 
 
 class PeerVerbs(Verbs):
@@ -77,17 +74,9 @@ class PeerVerbs(Verbs):
     async def perform(self, message: Any) -> Any:
         """Perform what a message calls; returns the method's value. Raises the method's errors."""
         method = METHODS[type(message)]
-        changes = method.name in CHANGES
-        if changes:
-            self._claims.take(self._peer)
-        # a late wake, which claims nothing, may end while a later change has the claim
-        claim = self._claims.of(self._peer)
-        try:
-            return await method.call(self, message, [])
-        finally:
-            # an update in parts that stays open keeps its claim, which is timed
-            if changes and not self._weights.control.in_parts:
-                self._claims.release(self._peer, claim)
+        if method.name in CHANGES:
+            self._claims.check(self._peer)
+        return await method.call(self, message, [])
 
     async def claim(self, limit_s: float) -> None:
         self._claims.take(self._peer, limit_s)
