@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import replay_checks as replay
-from checks import models, operations, routers, slices, snapshots, steps, weights
+from checks import kept, models, operations, routers, slices, snapshots, steps, weights
 from fdasync_transformers.tiny.families import FAMILIES
 from made import Made
 from structures import parted
@@ -53,6 +53,7 @@ PROPERTIES: dict[str, tuple[Callable[[Made], Any], Collection[str]]] = {
         )
         for names in ("checkpoint", "state")
     },
+    "kept answers": (kept.answers_as_kept, kept.read().keys()),
     "steps": (steps.paged_steps_equal_generate, steps.PLAYED.by_night),
     "aux data": (steps.weights_and_norms_are_the_librarys, steps.RECORDED.by_night),
     "snapshots": (snapshots.a_snapshot_continues_bit_by_bit, snapshots.PLAYED.by_night),

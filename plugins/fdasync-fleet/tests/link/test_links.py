@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 from fdasync_fleet.link.links import Links
+from fdasync_fleet.link.session import LinkConfig
 from fdasync_fleet.messages import MAX_PAYLOAD_NBYTES, Bye, Heartbeat
 from fdasync_fleet.testing.sim.network import NetworkConditions
 from link_world import ADDRESS, Owner, World, note, send_all, settle
@@ -291,6 +292,9 @@ def test_what_a_link_does_not_take():
             peer.send(Bye("no"))
         with pytest.raises(BadInput, match="incarnation"):
             Links(world.network.wire("x"), world.a, incarnation=bytes(16))
+        for wrong in ({"beat_s": -1.0}, {"lost_s": float("inf")}, {"window_messages": 0}):
+            with pytest.raises(BadInput, match=rf"links\.{next(iter(wrong))}"):
+                Links(world.network.wire("x"), world.a, LinkConfig(**wrong))
         assert peer.counters.sent == 0
         await world.aclose()
 

@@ -13,10 +13,11 @@ Pure: knows no loop, no clock and no messages; callers pass the time. Called by 
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 
+from fdasync_fleet.fields import MOST_S, Meta
 from fdasync_fleet.messages import MAX_MESSAGE_NBYTES, MAX_PAYLOAD_NBYTES
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ ENVELOPE_NBYTES = PAIR_NBYTES + _NUMBERS.size
 MAX_FRAME_NBYTES = ENVELOPE_NBYTES + MAX_MESSAGE_NBYTES
 NOBODY = bytes(SESSION_NBYTES)
 NEVER = float("inf")
+Time = Annotated[float, Meta(ge=1e-3, le=MOST_S)]
+Many = Annotated[int, Meta(ge=1)]
 
 
 def process_of(session: bytes) -> bytes:
@@ -65,16 +68,16 @@ class LinkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         retry_s, retry_most_s: time until a message or a Hello is sent again without a reply, at first and at most.
     """
 
-    beat_s: float = 0.5
-    lost_s: float = 3.0
-    router_lost_s: float = 300.0
-    deaf_s: float = 10.0
-    window_messages: int = 4096
-    window_nbytes: int = 64 << 20
-    ack_messages: int = 64
-    ack_s: float = 0.05
-    retry_s: float = 0.2
-    retry_most_s: float = 1.0
+    beat_s: Time = 0.5
+    lost_s: Time = 3.0
+    router_lost_s: Time = 300.0
+    deaf_s: Time = 10.0
+    window_messages: Many = 4096
+    window_nbytes: Many = 64 << 20
+    ack_messages: Many = 64
+    ack_s: Time = 0.05
+    retry_s: Time = 0.2
+    retry_most_s: Time = 1.0
 
 
 class Sent(NamedTuple):
