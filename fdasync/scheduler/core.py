@@ -24,6 +24,7 @@ from fdasync.events.catalog import (
     Event,
     Notice,
     PauseRequested,
+    RequestEnded,
     RequestPrepared,
     ResumeRequested,
     SleepRequested,
@@ -53,7 +54,8 @@ if TYPE_CHECKING:
     from fdasync.stats import SchedulerStats
 
 _NEVER = float("inf")
-# events that no plan depends on, unless an attachment hears of them: a turn of them alone changes none
+# events that no plan depends on, unless an attachment hears of them: a turn of them alone changes none. RequestEnded is
+# none of them: a turn may end a request behind the plans that could have used its blocks, and the next turn makes them
 _UNPLANNED = (Notice, WeightsRelabelled)
 
 
@@ -123,7 +125,7 @@ class Scheduler:
             for kind, handler in one.handlers.items():
                 if self._handlers.setdefault(kind, handler) is not handler:
                     raise InvariantBroken(f"two handle {kind.__name__}")
-        self._heard = {kind for one in attachments for kind in (*one.handlers, *one.also)}
+        self._heard = {RequestEnded, *[kind for one in attachments for kind in (*one.handlers, *one.also)]}
         self._prepared = [(one.concerns, told) for one in attachments for told in asked(Attachment.prepared, [one])]
         self.bind()
 

@@ -8,7 +8,15 @@ from random import Random
 import pytest
 
 from fdasync.errors import InvariantBroken
-from fdasync.events.catalog import BreakerChanged, Event, StepDone, SwapDone, TimerFired, WeightsRelabelled
+from fdasync.events.catalog import (
+    BreakerChanged,
+    Event,
+    RequestEnded,
+    StepDone,
+    SwapDone,
+    TimerFired,
+    WeightsRelabelled,
+)
 from fdasync.scheduler.state.attachment import Attachment
 from tests.scheduler.table import Table
 from tests.support.imports import ALL_MODULES, imports_of, within
@@ -177,6 +185,26 @@ def test_one_that_hears_of_what_plans_nothing_is_asked_to_plan(event):
     table = Table(attachments=(Hears(),))
     table.turn(event)
     assert heard == [type(event), "plan"]
+
+
+def test_plans_go_on_behind_an_end():
+    """A turn may end a request behind the plans that could have used its blocks."""
+    asked = []
+
+    class Counts(Attachment):
+        def plan(self, now):
+            asked.append(now)
+            return []
+
+    table = Table(attachments=(Counts(),))
+    table.turn(BreakerChanged(store="s", state="open", problem="", at=0.0))
+    assert asked == []
+    ended = RequestEnded(
+        request_id="r", group=1, reasons=("stop",), prompt_tokens=1, output_tokens=1, cached=(0, 0, 0), ttft_s=None,
+        total_s=0.0, at=0.0,
+    )  # fmt: skip
+    table.turn(ended)
+    assert asked == [0.0]
 
 
 @pytest.mark.parametrize(
