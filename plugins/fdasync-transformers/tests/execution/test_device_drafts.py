@@ -15,7 +15,8 @@ import pytest
 from device_path import DEVICE, make_small_checkpoint
 from device_waits import waits_raise
 from fdasync_transformers import TransformersConfig, TransformersRunner, make_random_checkpoint
-from fdasync_transformers.execution.device_executor import DeviceExecutor
+from fdasync_transformers.execution import passes
+from fdasync_transformers.execution.passes import lone_sizes
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from step_driver import Driver
 
@@ -121,14 +122,14 @@ async def test_prompts_beside_drafts(tmp_path: Path, way: str, monkeypatch: pyte
     rows = [np.sort(plain.rows(one), -1) for one in wanted]
     await plain.close()
     ways = []
-    kept = DeviceExecutor._way
-    monkeypatch.setattr(DeviceExecutor, "_way", lambda self, batch: ways.append(kept(self, batch)) or ways[-1])
+    kept = passes.Passes.way
+    monkeypatch.setattr(passes.Passes, "way", lambda self, batch: ways.append(kept(self, batch)) or ways[-1])
     driver = await Driver.open(tmp_path, config=OWN, pipeline_depth=2, speculation=MOST)
     executor: Any = driver.runner.bound.executor
-    executor.flat_tokens = 64 if way == "decodes" else 0
+    executor.passes.flat_tokens = 64 if way == "decodes" else 0
     if way == "both":
         # a GPU would replay a graph
-        executor.mixed = None
+        executor.passes.mixed = None
     if way == "tiles":
         with executor._services.streams.on("compute"):
             executor.capture_mixed((16,), 16)
@@ -320,6 +321,6 @@ async def test_no_step_with_drafts_waits_for_the_device(tmp_path: Path, monkeypa
 
 
 def test_steps_without_drafts_have_graphs_of_as_many_rows_as_run():
-    assert DeviceExecutor.lone_sizes((1, 2, 4, 8, 16), 4) == (1, 2, 4)
-    assert DeviceExecutor.lone_sizes((1, 2, 4, 8, 16), 5) == (1, 2, 4, 8)
-    assert DeviceExecutor.lone_sizes((1, 2), 5) == (1, 2)
+    assert lone_sizes((1, 2, 4, 8, 16), 4) == (1, 2, 4)
+    assert lone_sizes((1, 2, 4, 8, 16), 5) == (1, 2, 4, 8)
+    assert lone_sizes((1, 2), 5) == (1, 2)

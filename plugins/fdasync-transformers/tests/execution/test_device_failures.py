@@ -12,7 +12,7 @@ import fdasync_kernels
 import pytest
 import torch
 from fdasync_transformers import TransformersConfig, TransformersRunner
-from fdasync_transformers.execution import device_executor, device_step, gpu_services, triton_paging
+from fdasync_transformers.execution import copies, device_step, gpu_services, triton_paging
 from fdasync_transformers.execution.device_executor import DeviceExecutor
 from fdasync_transformers.execution.model_memory import ModelMemory
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
@@ -149,7 +149,7 @@ async def test_pages_of_blocks_are_not_pinned_any_more_where_those_of_snapshots_
     # of another model: its pages are not even registered
     snapshots = HostArena.create(4, capacity.snapshot_nbytes // 2)
     driver: Any = PinsOnly()
-    monkeypatch.setattr(device_executor, "BlockCopies", partial(BlockCopies, driver=driver))
+    monkeypatch.setattr(copies, "BlockCopies", partial(BlockCopies, driver=driver))
     try:
         with pytest.raises(InvariantBroken, match="host blocks have"):
             await runner.bind(8, arena, host, snapshots)
@@ -169,7 +169,7 @@ async def test_a_launch_that_fails_half_way_gives_everything_back(
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, pipeline_depth=2)
     executor: Any = driver.runner.bound.executor
     # operation by operation
-    executor.graphs, executor.mixed, executor.flat_tokens = None, None, 0
+    executor.passes.graphs, executor.passes.mixed, executor.passes.flat_tokens = None, None, 0
 
     def breaks(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("no room for this step")
@@ -191,7 +191,7 @@ async def test_a_step_that_cannot_start_fails_behind_those_in_flight(tmp_path: P
         one = driver.sequence([5, 6, 7], 2)
         ended: list[str] = []
         flight = driver.launch(starts=[driver.start(one)], chunks=[Chunk(one.key, 3, True)])
-        inner = driver.runner.bound.executor._last
+        inner = driver.runner.bound.executor._flights.last
         inner.add_done_callback(lambda _, ended=ended: ended.append("the step"))
         wrong = driver.launch(leaves=(99,))
         wrong.add_done_callback(lambda _, ended=ended: ended.append("the wrong one"))

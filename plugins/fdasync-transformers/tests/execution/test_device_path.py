@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from device_waits import waits_raise
 from fdasync_transformers import TransformersConfig, TransformersRunner
-from fdasync_transformers.execution import device_executor
-from fdasync_transformers.execution.device_executor import DeviceExecutor
+from fdasync_transformers.execution import passes
 from fdasync_transformers.execution.graphs import decode_rows, ladder
 from fdasync_transformers.execution.mixed_graphs import token_ladder
 from msgspec.structs import replace
@@ -57,13 +56,13 @@ async def test_few_tokens_are_computed_as_decodes(tmp_path: Path, family: str, m
     write_tiny_checkpoint(tmp_path, family)
     wanted = await answers(tmp_path, {"device": "cpu"})
     shapes = []
-    plain = device_executor.batch_arrays
+    plain = passes.batch_arrays
 
     def seen(batch: Any, rows: Any, way: str) -> Any:
         shapes.append((way, len(batch.positions) > len(batch.lanes), len(rows) < len(batch.positions)))
         return plain(batch, rows, way)
 
-    monkeypatch.setattr(device_executor, "batch_arrays", seen)
+    monkeypatch.setattr(passes, "batch_arrays", seen)
     assert_same(await answers(tmp_path, DEVICE, flat_tokens=16), wanted)
     assert {way for way, *_ in shapes} == {"decodes"}
     # steps with several tokens of a sequence, and some of whose tokens nothing is sampled from
@@ -79,13 +78,13 @@ async def test_steps_with_prompts_in_padded_tiles(tmp_path: Path, family: str, m
     make_small_checkpoint(tmp_path, family)
     wanted = await answers(tmp_path, {"device": "cpu"})
     ways = []
-    plain = device_executor.batch_arrays
+    plain = passes.batch_arrays
 
     def seen(batch: Any, rows: Any, way: str) -> Any:
         ways.append((way, batch.num_decodes > 0, len(rows) < len(batch.lanes)))
         return plain(batch, rows, way)
 
-    monkeypatch.setattr(device_executor, "batch_arrays", seen)
+    monkeypatch.setattr(passes, "batch_arrays", seen)
     # steps have up to 11 tokens
     assert_same(await answers(tmp_path, DEVICE, tiled_tokens=(6, 16)), wanted)
     assert {way for way, *_ in ways} == {"tiles", "decodes"}
@@ -96,10 +95,10 @@ async def test_steps_with_prompts_in_padded_tiles(tmp_path: Path, family: str, m
 @pytest.mark.nightly
 async def test_long_contexts_do_not_decode_in_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny_checkpoint(tmp_path, "qwen3_moe")
-    monkeypatch.setattr(device_executor, "_MOST_TILED_TOKENS", 8)
+    monkeypatch.setattr(passes, "_MOST_TILED_TOKENS", 8)
     ways = []
-    plain = device_executor.DeviceExecutor._way
-    monkeypatch.setattr(DeviceExecutor, "_way", lambda self, batch: ways.append(plain(self, batch)) or ways[-1])
+    plain = passes.Passes.way
+    monkeypatch.setattr(passes.Passes, "way", lambda self, batch: ways.append(plain(self, batch)) or ways[-1])
     wanted = await answers(tmp_path, {"device": "cpu"})
     assert_same(await answers(tmp_path, DEVICE, tiled_tokens=(16,)), wanted)
     assert set(ways) == {"tiles", "both", "decodes"}
@@ -133,14 +132,14 @@ async def test_chunks_that_would_read_much_are_no_decodes(tmp_path: Path, monkey
     write_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, max_running=16)
     executor: Any = driver.runner.bound.executor
-    executor.flat_tokens = 16
+    executor.passes.flat_tokens = 16
     one = driver.sequence([7] * 8, 2)
     ways = []
-    plain = executor._way
-    monkeypatch.setattr(executor, "_way", lambda batch: ways.append(plain(batch)) or ways[-1])
+    plain = executor.passes.way
+    monkeypatch.setattr(executor.passes, "way", lambda batch: ways.append(plain(batch)) or ways[-1])
     token_nbytes = executor.model.layout.token_nbytes
     # the first four tokens read 1 + 2 + 3 + 4, the others 5 + 6 + 7 + 8, the decode behind them 9
-    monkeypatch.setattr(device_executor, "_MOST_READ_NBYTES", 10 * token_nbytes)
+    monkeypatch.setattr(passes, "_MOST_READ_NBYTES", 10 * token_nbytes)
     await driver.launch(starts=[driver.start(one)], chunks=[Chunk(one.key, 4, False)])
     await driver.launch(chunks=[Chunk(one.key, 4, True)])
     one.tokens.append(0)

@@ -70,7 +70,7 @@ async def test_a_second_part_that_fails_fails_the_rest_in_order(
     def broken(*_args: object) -> None:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr("fdasync_transformers.execution.device_executor.compute_samples", broken)
+    monkeypatch.setattr("fdasync_transformers.execution.parts.samples.compute_samples", broken)
     first, second, third = await flights.wait()
     assert first is None
     assert isinstance(second, RunnerError)

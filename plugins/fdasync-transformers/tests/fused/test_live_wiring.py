@@ -44,7 +44,7 @@ async def test_a_step_tells_experts_and_sums_its_padding_rows(tmp_path: Path, mo
     driver = await Driver.open(tmp_path, config=config)
     try:
         executor: Any = driver.runner.bound.executor
-        executor.flat_tokens = 0
+        executor.passes.flat_tokens = 0
         with executor._services.streams.on("compute"):
             executor.capture_mixed((PADDED,), 4)
         monkeypatch.setattr(chain, "experts", watched("experts", chain.experts))

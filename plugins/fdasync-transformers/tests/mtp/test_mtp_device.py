@@ -76,7 +76,7 @@ def waiting_drafts(on: Bench, *keys: int) -> list[list[int]]:
             path = executor._drafts._own.get(key)
             found.append([] if path is None else path.tokens.tolist())
         else:
-            tables, lane = executor._lanes, executor._bound.table.lane_of(key)
+            tables, lane = executor.passes._lanes, executor._bound.table.lane_of(key)
             first = int(tables.lengths[lane]) + 1
             # blocking: a test, and no step is in flight
             found.append(tables.tokens[lane, first : first + int(tables.drafted[lane])].tolist())

@@ -46,9 +46,9 @@ async def answers(
         executor: Any = driver.runner.bound.executor
         services = getattr(executor, "_services", None)
         if flat_tokens is not None:
-            executor.flat_tokens = flat_tokens
+            executor.passes.flat_tokens = flat_tokens
         if tiled_tokens:
-            executor.flat_tokens = 0
+            executor.passes.flat_tokens = 0
             with executor._services.streams.on("compute"):
                 executor.capture_mixed(tiled_tokens, 4)
         asked = [

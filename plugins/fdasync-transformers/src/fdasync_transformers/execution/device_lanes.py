@@ -2,7 +2,7 @@
 
 A step sends only the changes since the step before it: a new sequence's blocks and tokens, a block that a decode grew
 into. The device itself writes sampled tokens here, so the next step reads them before the host has seen them. Mirrors
-`InputBatch`; knows no model. Used by `device_step.py` and `device_executor.py`.
+`InputBatch`; knows no model. Used by `device_step.py` and the parts of steps.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The model and the library's code are the same as in `step.py`. Here the device computes positions, slots and token ids,
 attention is `TritonPaging`, and nothing waits. CUDA graphs can replay the steps (`graphs.py`, `mixed_graphs.py`). Knows
-the model and the pool; knows nothing of sampling, arenas or futures. Called by `device_executor.py` for every step, by
+the model and the pool; knows nothing of sampling, arenas or futures. Called by `passes.py` for every step, by
 `selfcheck.py` and `capacity.py` at start-up.
 """
 
@@ -130,14 +130,15 @@ class DeviceStepModel(StepModel):
         lanes = self.lanes_of(table)
         lanes.mirror(table)
         arrays = batch_arrays(batch, rows)
-        size = None
+        plan: dict[str, NDArray[np.int32]] = {}
+        size = PlanSize(len(batch.lanes), len(batch.lanes) + len(takes))
         if self.states is not None:
-            size = PlanSize(len(batch.lanes), len(batch.lanes) + len(takes))
-            arrays.update(plan_states(size, Spanned.of(batch), {}, takes, self.states))
+            plan = plan_states(size, Spanned.of(batch), {}, takes, self.states)
         elif takes:
             raise InvariantBroken(f"step {batch.step_id} takes snapshots of a model without recurrent state")
-        sent = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-        return self.forward(device_batch(batch, sent, size=size), lanes, pool).logits
+        sent = {name: torch.from_numpy(array).to(device) for name, array in {**arrays, **plan}.items()}
+        spans = Spans.of(sent["spans"], size, sent.get("owners"), len(batch.lanes)) if plan else None
+        return self.forward(device_batch(batch, sent, spans=spans), lanes, pool).logits
 
     def forward(self, batch: DeviceBatch, lanes: DeviceLanes, pool: KVPool) -> Passed:
         """Queue the step on the current stream.
@@ -254,14 +255,10 @@ def device_batch(
     way: Way = "both",
     *,
     runs: bool = False,
-    size: PlanSize | None = None,
-    sequences: int | None = None,
+    spans: Spans | None = None,
 ) -> DeviceBatch:
-    """The shape of a step, from the tensors of `batch_arrays` on the device, and of `plan_states` where `size` is
-    given; `runs` as of a `DeviceBatch`. `sequences`: with tokens in the step; None: as the batch has them."""
+    """The shape of a step, from the tensors of `batch_arrays` on the device. `runs`, `spans`: as of a `DeviceBatch`."""
     tokens = len(batch.positions)
-    count = len(batch.lanes) if sequences is None else sequences
-    spans = None if size is None else Spans.of(sent["spans"], size, sent.get("owners"), count)
     return DeviceBatch(
         tokens=tokens,
         decodes={"both": batch.num_decodes, "decodes": tokens, "tiles": 0}[way],

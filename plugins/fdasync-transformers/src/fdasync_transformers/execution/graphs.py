@@ -2,7 +2,7 @@
 
 Each graph computes from the device's own tables, so only lanes and positions are sent for a step. A step of n sequences
 runs at the next size of the ladder; rows past n are padding, whose KV is not stored. Captured once, before the first
-step; weights are updated in place, so graphs stay valid. Knows no sampling. Made by `device_executor.py`.
+step; weights are updated in place, so graphs stay valid. Knows no sampling. Made by `passes.py`.
 """
 
 from __future__ import annotations
@@ -123,8 +123,7 @@ class GraphLadder:
         self,
         lanes: torch.Tensor,
         starts: torch.Tensor,
-        plan: torch.Tensor | None = None,
-        owners: torch.Tensor | None = None,
+        plan: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> Passed | None:
         """Queue a decode step of these rows (int32 and int64 [n]) with the plan of their sequences' recurrent states;
         its tensors are valid until the next replay of any graph in the same memory, and its states have padding behind.
@@ -136,7 +135,7 @@ class GraphLadder:
         size = self.sizes[place]
         self._set(lanes, starts, size)
         if self._plan is not None and plan is not None:
-            self._plan.set(plan, owners)
+            self._plan.set(*plan)
         captured = self._captured[size]
         captured.graph.replay()
         return Passed(captured.passed.logits[:count], captured.passed.states)

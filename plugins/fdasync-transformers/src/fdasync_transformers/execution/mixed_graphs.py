@@ -3,7 +3,7 @@
 The captured kernels read the numbers that differ from step to step (lanes, lengths, tiles, rows whose logits are
 wanted) from padded buffers of a fixed size. A padding sequence has no tokens, a padding tile belongs to a padding
 sequence, a padding row belongs to no sequence and its KV is not stored. Every sequence is computed in tiles, decodes
-too. Knows no sampling. Made by `device_executor.py`; decode steps are in `graphs.py`.
+too. Knows no sampling. Made by `passes.py`; decode steps are in `graphs.py`.
 """
 
 from __future__ import annotations
@@ -113,11 +113,16 @@ class MixedLadder:
         place = bisect.bisect_left(self.sizes, tokens)
         return self.sizes[place] if place < len(self.sizes) and sequences <= self.sequences else 0
 
-    def replay(self, sent: dict[str, torch.Tensor], tokens: int) -> Passed:
+    def replay(
+        self,
+        sent: dict[str, torch.Tensor],
+        tokens: int,
+        plan: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    ) -> Passed:
         """Queue a step of so many tokens, for which `size_of` found a size; returns logits of its `rows`. Its tensors
         are valid until the next replay of any graph in the same memory, and its states have padding behind.
 
-        `sent` has the arrays of `batch_arrays` for tiles, and of `plan_states`, on the device.
+        `sent` has the arrays of `batch_arrays` for tiles, `plan` those of `plan_states`, on the device.
         """
         rows = sent["rows"]
         pairs = (
@@ -130,8 +135,8 @@ class MixedLadder:
         )
         for kept, given in pairs:
             kept[: len(given)].copy_(given, non_blocking=True)
-        if self._plan is not None and "spans" in sent:
-            self._plan.set(sent["spans"], sent["owners"])
+        if self._plan is not None and plan is not None:
+            self._plan.set(*plan)
         self._pad(len(sent["lanes"]), tokens, len(sent["tiles"]), len(rows))
         size = self.size_of(tokens, len(sent["lanes"]))
         if self._captured:

@@ -4,7 +4,7 @@ As `in_step.py` does on the host. All of it is queued behind the step, so two st
 rank's rows, and of the first logits of the tokens that are sampled, go to all ranks with the tokens; the host compares
 the digests when the step has ended. Heads are whole on every rank, so logits have the same bits where hidden states
 have. Every step that computes anything ends with exactly one exchange, on all ranks. Knows rows, logits and tokens;
-knows no models. Called by `device_executor.py`.
+knows no models. Called by `execution/parts/ranks.py`.
 """
 
 from __future__ import annotations

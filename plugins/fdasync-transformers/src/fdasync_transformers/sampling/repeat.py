@@ -1,7 +1,7 @@
 """A plan of samples whose rows come several times, as the rows of drafts do: planned once a sequence.
 
 The rows of one sequence ask for the same, so all that differs between them is their noise, which the device puts in.
-numpy only. Called by `device_executor.py`.
+numpy only. Called by `execution/parts/samples.py`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 each and samples it from made-up logits, and scores these as a prompt's logits. A kernel is compiled again for another
 dtype or width of the logits and for the few constants that a plan chooses (whether anything changes logits, whether
 there is a top-k or top-p); it is not for another number of rows. So one row of each is enough. Knows no models and no
-requests. Called by `DeviceExecutor.warm` on a GPU.
+requests. Called by `execution/parts/samples.py` on a GPU.
 """
 
 from __future__ import annotations

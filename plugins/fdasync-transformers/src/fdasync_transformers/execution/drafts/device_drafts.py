@@ -1,44 +1,34 @@
-"""Drafts of the steps of a device: sends what their rows need, and queues the kernels around sampling.
+"""Drafts of the steps of a device: lays out their rows, and queues the kernels around sampling.
 
 The lengths of sequences that decode live in `DeviceLanes.lengths`: each step's kernels read them and move them, so a
-step may be launched before the host knows where the one before it ended. Knows no model. Made by `device_executor.py`
-where steps may have drafts.
+step may be launched before the host knows where the one before it ended. Knows no model. Called as parts are
+(`parts/step_part.py`), where steps may have drafts.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 from fdasync_kernels.drafts import RUN_COLUMNS, accept_drafts, place_drafts
 
-from fdasync_transformers.execution.drafts.step_rows import RowPlanner
+from fdasync_transformers.execution.drafts.step_rows import RowPlanner, StepRows
+from fdasync_transformers.execution.parts.step_part import Accepted, PartWork, Placed, RowsPart, StepWork
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from numpy.typing import NDArray
-
     from fdasync.events.actions import RunStep
+    from fdasync.runner.base import StepOutput
     from fdasync_transformers.execution.device_lanes import DeviceLanes
-    from fdasync_transformers.execution.drafts.step_rows import Settled, StepRows
+    from fdasync_transformers.execution.drafts.step_rows import Settled
     from fdasync_transformers.execution.executor import Bound
+    from fdasync_transformers.execution.parts.step_part import Tensors
 
 
-class Placed(NamedTuple):
-    """Where the decodes of a queued step are, int32 [n] on the device.
-
-    Attributes:
-        starts: position of the first row of each.
-        used: how many of its rows are no padding.
-    """
-
-    starts: torch.Tensor
-    used: torch.Tensor
-
-
-class DeviceDrafts:
+class DeviceDrafts(RowsPart[StepRows]):
     """See the module.
 
     Args:
@@ -53,58 +43,66 @@ class DeviceDrafts:
         self._vocab_size = bound.vocab_size
         self._most_rows = bound.speculation + 1
 
-    def plan(self, step: RunStep) -> StepRows:
-        """As `InputBatch.plan`. Raises InvariantBroken, also for drafts that do not fit the step or the limits."""
-        return self._planner.plan(step)
+    def begin(self, step: RunStep) -> StepWork:
+        drafted = self._planner.plan(step)
+        return StepWork(step, drafted.rows, drafted)
 
-    @staticmethod
-    def arrays(step: StepRows) -> dict[str, NDArray[np.generic]]:
-        """What the device needs of a step, for `place` and `accept`."""
-        arrays: dict[str, NDArray[np.generic]] = {"runs": step.runs, "paths": step.paths}
-        if step.noise is not None:
-            arrays["noise"] = step.noise
-        return arrays
+    def plan(self, work: StepWork) -> PartWork[StepRows] | None:
+        drafted, arrays = work.drafted, dict[str, "np.ndarray[Any, Any]"]()
+        assert drafted is not None
+        if len(work.rows):
+            arrays.update(runs=drafted.runs, paths=drafted.paths)
+            if drafted.noise is not None:
+                arrays["noise"] = drafted.noise
+        return PartWork(self, drafted, arrays)
 
-    def place(
-        self, step: StepRows, own: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor], floats: Any
-    ) -> Placed:
-        """Queue the rows of the decodes: which tokens of each lane are forwarded, and the noise of their samples.
-
-        Args:
-            own: `arrays`, on the device.
-            sent: of `batch_arrays`; the first rows are written anew.
-            floats: of the samples' jobs, float64 [J, 4], or None; written.
-        """
-        decodes, rows = len(step.lanes), step.rows.num_decodes
-        counts = sent.get("counts")
-        noise = None if floats is None or "noise" not in own else own["noise"][:decodes]
-        return Placed(
+    def before(self, work: StepWork, own: PartWork[StepRows]) -> None:
+        """Queue the rows of the decodes: which tokens of each lane are forwarded (the first rows of `work.sent` are
+        written anew), and the noise of their samples."""
+        if not own.sent:
+            return
+        decodes, rows = len(own.plan.lanes), own.plan.rows.num_decodes
+        counts = work.sent.get("counts")
+        noise = None if work.noise is None or "noise" not in own.sent else own.sent["noise"][:decodes]
+        work.placed = Placed(
             *place_drafts(
-                own["runs"][:decodes],
-                own["paths"],
+                own.sent["runs"][:decodes],
+                own.sent["paths"],
                 self._lanes.lengths,
                 self._lanes.tokens,
                 self._vocab_size,
                 self._most_rows,
-                sent["lanes"][:rows],
-                sent["starts"][:rows],
+                work.sent["lanes"][:rows],
+                work.sent["starts"][:rows],
                 None if counts is None else counts[:rows],
                 noise,
-                None if noise is None else floats,
+                None if noise is None else work.noise,
                 self._lanes.drafted if self._own else None,
             )
         )
 
-    def accept(self, placed: Placed, own: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Queue what follows from the samples (int64 [R]): known tokens and lengths. Returns what `settle` takes."""
+    def after(self, work: StepWork, own: PartWork[StepRows]) -> Tensors:
+        if work.placed is None or work.tokens is None:
+            return {}
+        told = self._accept(work.placed, own.sent["runs"], work.tokens.long())
+        work.accepted = Accepted(own.sent["runs"], len(own.plan.lanes), told)
+        return told
+
+    def read(
+        self, work: StepWork, own: PartWork[StepRows], fetched: Mapping[str, Any], output: StepOutput
+    ) -> StepOutput:
+        work.settled = settled = self._settle(own.plan, fetched)
+        drafts = settled.own_drafts if self._own else None
+        return msgspec.structs.replace(output, counts=settled.counts, own_drafts=drafts)
+
+    def _accept(self, placed: Placed, runs: torch.Tensor, tokens: torch.Tensor) -> Tensors:
+        """Queue what follows from the samples (int64 [R]): known tokens and lengths. Returns what `_settle` takes."""
         lanes = self._lanes
-        counts = accept_drafts(
-            own["runs"], tokens, placed.starts, placed.used, lanes.lengths, lanes.tokens, self._most_rows
-        )
+        counts = accept_drafts(runs, tokens, placed.starts, placed.used, lanes.lengths, lanes.tokens, self._most_rows)
         return {"starts": placed.starts, "counts": counts, "used": placed.used}
 
-    def settle(self, step: StepRows, fetched: Mapping[str, Any]) -> Settled:
-        """The step has ended. `fetched`: of `accept`, on the host; empty where nothing was sampled."""
+    def _settle(self, step: StepRows, fetched: Mapping[str, Any]) -> Settled:
+        """The step has ended. `fetched`: of `_accept`, on the host; empty where nothing was sampled."""
         if not fetched:
             # no decode had room for a row
             nothing = np.zeros(len(step.runs), np.int64)
@@ -112,7 +110,6 @@ class DeviceDrafts:
         return self._planner.settle(step, fetched["starts"], fetched["counts"], fetched["used"])
 
     def warm(self) -> None:
-        """Queue the kernels once, so that no step waits while they are compiled."""
         device = self._lanes.tokens.device
         runs = torch.full((1, len(RUN_COLUMNS)), -1, dtype=torch.int64, device=device)
         paths = torch.zeros(1, dtype=torch.int32, device=device)
@@ -127,4 +124,4 @@ class DeviceDrafts:
                         rows, rows.long(), counts, noise, noise, drafted,
                     )
                 )  # fmt: skip
-        self.accept(placed, {"runs": runs}, rows.long())
+        self._accept(placed, runs, rows.long())

@@ -3,7 +3,8 @@
 Once a step is sampled, `keep` leaves the hidden states of what stands, and a pass for each draft follows: the layers
 over the sampled token (then over the draft before), logits, and a sample with the noise of the draft's position. All of
 it is queued behind the step, from lengths that the device alone knows. Of a group, rank 0 samples the drafts and tells
-them. Knows lanes and passes; knows no futures. Made by `device_executor.py` for a model with such layers.
+them. Knows lanes and passes; knows no futures. Called as parts are (`parts/step_part.py`), for a model with such
+layers.
 """
 
 from __future__ import annotations
@@ -16,37 +17,42 @@ import torch
 from fdasync_kernels.own_drafts import draft_noise, draft_room, draft_rows, take_drafts
 
 from fdasync.errors import InvariantBroken
+from fdasync_transformers.execution.device_step import device_batch
 from fdasync_transformers.execution.drafts.draft_graphs import DraftGraphs
+from fdasync_transformers.execution.parts.step_part import PartWork, StepPart, of_prefix
 from fdasync_transformers.execution.triton_paging import DeviceBatch
-from fdasync_transformers.sampling.sampler import compute_samples, plan_samples
+from fdasync_transformers.sampling.sampler import SamplePlan, compute_samples, plan_samples
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from numpy.typing import NDArray
-
     from fdasync.events.actions import RunStep
     from fdasync_transformers.execution.device_lanes import DeviceLanes
-    from fdasync_transformers.execution.device_step import DeviceStepModel, Passed
+    from fdasync_transformers.execution.device_step import DeviceStepModel
     from fdasync_transformers.execution.drafts.step_rows import StepRows
     from fdasync_transformers.execution.executor import Bound
-    from fdasync_transformers.sampling.sampler import SamplePlan
+    from fdasync_transformers.execution.parts.step_part import Arrays, StepWork, Tensors
 
 # of the arrays that `enter` takes
 _ENTERED = ("entered", "entered_blocks")
 _FLOATS = "floats"
+# prefix of the arrays of the drafts' samples
+_SAMPLER = "sampler."
 
 
-class OwnDrafts:
+class OwnDrafts(StepPart[SamplePlan | None]):
     """See the module.
 
     Args:
         model: with MTP layers.
         bound: its `speculation` says how many tokens are drafted behind each sampled one; 0: none, and the layers' KV
             is kept all the same.
+        memory: of graphs.
     """
 
-    def __init__(self, model: DeviceStepModel, bound: Bound, lanes: DeviceLanes) -> None:
+    name = "own"
+
+    def __init__(self, model: DeviceStepModel, bound: Bound, lanes: DeviceLanes, memory: Any) -> None:
         if model.mtp is None:
             raise InvariantBroken("drafts of a model without layers that draft")
         self._model = model
@@ -54,21 +60,19 @@ class OwnDrafts:
         self._bound = bound
         self._lanes = lanes
         self._most = bound.speculation
+        self._memory = memory
         self._group = bound.collectives
         self._leads = bound.collectives is None or not bound.collectives.rank
         self._graphs: DraftGraphs | None = None
 
-    def capture(self, sizes: tuple[int, ...], memory: Any) -> None:
-        """Capture the passes of these numbers of sequences, and check them; on the current stream. Raises as
-        `DraftGraphs`, and RuntimeError where a graph computes something else."""
+    def capture(self, sizes: tuple[int, ...]) -> None:
         if self._most:
-            graphs = DraftGraphs(self._pass, sizes, self._most, self._lanes, memory)
+            graphs = DraftGraphs(self._pass, sizes, self._most, self._lanes, self._memory)
             if wrong := graphs.differing(self._pass):
                 raise RuntimeError(f"the graph of {wrong} drafting sequences does not answer as its operations do")
             self._graphs = graphs
 
     def warm(self) -> None:
-        """Queue the kernels behind a step once, so that no step waits while they are compiled; they change nothing."""
         tables, pool = self._lanes, self._bound.pool
         states = tables.states
         assert states is not None
@@ -84,10 +88,32 @@ class OwnDrafts:
         for tokens in (padding, zeros[:1]):
             take_drafts(padding, tables.lengths, tables.drafted, 0, tokens, tables.tokens)
 
-    def arrays(self, step: RunStep, drafted: StepRows | None) -> dict[str, NDArray[np.generic]]:
-        """What the device needs for `enter`, and for the rows of `draft`; may be empty."""
+    def plan(self, work: StepWork) -> PartWork[SamplePlan | None]:
+        arrays, plan = self._arrays(work.step, work.drafted), self._plan_samples(work.drafted)
+        if plan is not None:
+            arrays.update({_SAMPLER + name: array for name, array in plan.arrays.items()})
+        return PartWork(self, plan, arrays)
+
+    def before(self, work: StepWork, own: PartWork[SamplePlan | None]) -> None:
+        """Queue what sequences that start on cached blocks go on from."""
+        if _ENTERED[0] in own.sent:
+            rows, blocks = (own.sent[name] for name in _ENTERED)
+            self._mtp.enter(rows, blocks, self._lanes, self._bound.pool, self._group)
+
+    def after(self, work: StepWork, own: PartWork[SamplePlan | None]) -> Tensors:
+        """Queue what stays of the step, whose lengths are known now, and the drafts behind it."""
+        if work.passed is not None:
+            batch, num_runs = device_batch(work.batch, work.sent, work.way), work.batch.num_decodes
+            states, pool = work.passed.states, self._bound.pool
+            self._mtp.keep(states, batch, 0 if work.placed is None else num_runs, self._lanes, pool)
+            if work.drafted is not None:
+                self._draft(work.drafted.own_drafts, own.sent, own.plan, of_prefix(own.sent, _SAMPLER))
+        return {}
+
+    def _arrays(self, step: RunStep, drafted: StepRows | None) -> Arrays:
+        """What the device needs of sequences that start on cached blocks, and for the rows of drafts; may be empty."""
         table = self._bound.table
-        arrays: dict[str, NDArray[np.generic]] = {}
+        arrays: Arrays = {}
         cached = [start for start in step.starts if start.num_cached]
         if cached:
             size = table.block_tokens
@@ -101,7 +127,7 @@ class OwnDrafts:
                 arrays["first"], arrays["noise"] = runs[:, 9].copy(), drafted.noise[drafted.drafting]
         return arrays
 
-    def plan(self, drafted: StepRows | None) -> SamplePlan | None:
+    def _plan_samples(self, drafted: StepRows | None) -> SamplePlan | None:
         """How drafts are sampled, as their sequences are; None: there are none, or this rank samples none."""
         if drafted is None or not len(drafted.drafting) or not self._leads:
             return None
@@ -115,25 +141,13 @@ class OwnDrafts:
         ]
         return plan_samples(specs, np.zeros(len(specs), np.int64), lanes, undrawn=len(specs))
 
-    def enter(self, sent: Mapping[str, torch.Tensor]) -> None:
-        """Queue what sequences that start on cached blocks go on from; before the step's pass. `sent`: `arrays`."""
-        if _ENTERED[0] in sent:
-            rows, blocks = (sent[name] for name in _ENTERED)
-            self._mtp.enter(rows, blocks, self._lanes, self._bound.pool, self._group)
-
-    def keep(self, passed: Passed, batch: DeviceBatch, num_runs: int) -> None:
-        """Queue what stays of a step, once its lengths are known; as `DeviceMtp.keep`."""
-        self._mtp.keep(passed.states, batch, num_runs, self._lanes, self._bound.pool)
-
-    def draft(
-        self, most: int, sent: Mapping[str, torch.Tensor], plan: SamplePlan | None, numbers: dict[str, torch.Tensor]
-    ) -> None:
-        """Queue the drafts behind the tokens of a step, after `keep`; nothing where `sent` has no sequence that drafts.
+    def _draft(self, most: int, sent: Mapping[str, torch.Tensor], plan: SamplePlan | None, numbers: Tensors) -> None:
+        """Queue the drafts behind the tokens of a step; nothing where `sent` has no sequence that drafts.
 
         Args:
             most: drafts of each sequence (`StepRows.own_drafts`).
-            sent: `arrays`, on the device.
-            plan: of `plan`; None on ranks that do not sample.
+            sent: of `plan`, on the device.
+            plan: of the samples; None on ranks that do not sample.
             numbers: the plan's arrays, on the device; written.
         """
         if "lanes" not in sent:
