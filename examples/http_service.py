@@ -47,7 +47,7 @@ def service(engine: Engine) -> Starlette:
 
     return Starlette(
         routes=[Route("/hello", hello), Mount("/llm", app(engine, HttpConfig(api_key=KEY)))],
-        exception_handlers={kind: on_error for kind, _ in STATUSES},  # type: ignore[misc]
+        exception_handlers={kind: on_error for kind, _ in STATUSES},  # type: ignore[misc]  # handlers by kind of error
     )
 
 

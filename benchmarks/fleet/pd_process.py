@@ -99,7 +99,7 @@ def delay_answers(instance: Instance, seconds: float) -> None:
 
 async def main(spec: Spec) -> None:
     if spec.workers:
-        core.PrefillSide = in_order(spec.workers)  # type: ignore[attr-defined]
+        core.PrefillSide = in_order(spec.workers)  # type: ignore[attr-defined]  # replaced for this process
     async with Instance(msgspec.convert(spec.config, EngineConfig), listen=spec.address) as instance:
         if spec.answers_s:
             delay_answers(instance, spec.answers_s)

@@ -287,6 +287,7 @@ async def updated(play: Play, **values: Any) -> Played:
                 for name, job in zip(names, play.long_ones(10 + version, running), strict=True):
                     group.create_task(reading.read(name, job))
                 await reading.until(names, 2)
+                # a word of the command line
                 await engine.update_weights(version, str(folder), mode)  # type: ignore[arg-type]
             told = [answer.finish_reason for answer in reading.answers]
             both = sum(len(answer.spans) == 2 for answer in reading.answers)

@@ -67,13 +67,13 @@ class Streams:
         """Work launched on the stream from now on runs after the work before `event`; the host does not wait."""
         stream = self._streams[name]
         if stream is not None:
-            stream.wait_event(event)  # type: ignore[arg-type]
+            stream.wait_event(event)  # type: ignore[arg-type]  # events of a GPU are torch's
 
     def record(self, name: StreamName, event: DeviceEvent) -> None:
         """Record `event` behind the stream's work so far; does nothing on a CPU, where that work is done."""
         stream = self._streams[name]
         if stream is not None:
-            stream.record_event(event)  # type: ignore[arg-type]
+            stream.record_event(event)  # type: ignore[arg-type]  # events of a GPU are torch's
 
     def follow(self) -> None:
         """All streams wait for the work so far of the caller's current stream; the host does not wait."""

@@ -39,7 +39,7 @@ class Wrapper(Store):
         self._closed = False
 
     @property
-    def capabilities(self) -> Capabilities:  # type: ignore[override]
+    def capabilities(self) -> Capabilities:  # type: ignore[override]  # a property for an attribute
         """The capabilities of the store inside."""
         return self.inner.capabilities
 

@@ -131,6 +131,7 @@ class Streamed(Response):
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         failure = None
+        # asynchronous generators alone come here
         async with aclosing(self._pieces) as pieces:  # type: ignore[type-var]
             try:
                 # a request that is refused is refused by its status

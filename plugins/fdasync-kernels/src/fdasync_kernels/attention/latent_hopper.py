@@ -66,6 +66,7 @@ def _load(
             number = low + tile * 64 + page * BLOCK_TOKENS
             block = gl.load(table + number // BLOCK_TOKENS, mask=number < high, other=-1)
             # a row past the end: the copy engine writes zeros
+            # a tuple that grows
             rows = rows + (gl.where(block < 0, 1 << 30, block * block_rows),)  # type: ignore[assignment]  # noqa: RUF005
         half = place
         if SECOND:

@@ -132,6 +132,7 @@ def _load(
                 for page in gl.static_range(COUNT):
                     number = tile * BLOCK_N + page * BLOCK_TOKENS
                     real = (number <= highest) & (number + BLOCK_TOKENS > low)
+                    # a tuple that grows
                     blocks = blocks + (gl.load(table + number // BLOCK_TOKENS, mask=real, other=-1),)  # type: ignore[assignment]  # noqa: RUF005
                 mbarrier.wait(key_free.index(place), phase ^ 1)
                 _ask_pages(

@@ -79,7 +79,7 @@ class NormForward(NotCopied):
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         module = self._module
         if rows.dtype is not self._dtype:
-            return type(module).forward(module, rows)  # type: ignore[no-any-return]
+            return type(module).forward(module, rows)  # type: ignore[no-any-return]  # torch has no types here
         with past_modes(), torch.no_grad():
             value = self._kernel(rows)
         parameters = {name: each for name, each in module._parameters.items() if each is not None}

@@ -130,7 +130,7 @@ def logprobs_of_logits(
     _check_targets(targets, logits)
     how = How(_checked(temperature), return_entropy)
     with torch.cuda.device_of(logits):
-        found: Scored = OfLogits.apply(logits, targets, how)  # type: ignore[no-untyped-call]
+        found: Scored = OfLogits.apply(logits, targets, how)  # type: ignore[no-untyped-call]  # torch has no types here
     return found
 
 
@@ -191,6 +191,7 @@ def _scored(
     rows, ids = hidden.reshape(-1, hidden.shape[-1]).contiguous(), targets.reshape(-1)
     # kernels are launched on the current device
     with torch.cuda.device_of(rows):
+        # torch has no types here
         found: Scored = OfHidden.apply(rows, weight, bias, ids, how)  # type: ignore[no-untyped-call]
     return found
 

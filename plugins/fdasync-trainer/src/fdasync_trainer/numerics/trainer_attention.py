@@ -100,7 +100,7 @@ def trainer_attention(
         if kwargs.get(argument) is not None:
             raise UnsupportedModel(name, f"attention with {argument!r}")
     fd_ctx.watch()
-    spec = fd_ctx.layers[int(module.layer_idx)]  # type: ignore[arg-type]
+    spec = fd_ctx.layers[int(module.layer_idx)]  # type: ignore[arg-type]  # a number, which torch does not know
     if not spec.latent_rank and spec.query_scale is None:
         return _attend(query, key, value, s_aux, fd_ctx.segments, spec.reach, scaling), None
     batch = query.shape[0]
@@ -145,6 +145,7 @@ def _attend(
     *,
     latent: bool = False,
 ) -> torch.Tensor:
+    # torch has no types here
     out: torch.Tensor = _Attend.apply(query, key, value, sinks, segments, reach, scaling, latent)  # type: ignore[no-untyped-call]
     return out
 
@@ -176,6 +177,7 @@ class _Attend(torch.autograd.Function):
             return out
         # no view for autograd
         with past_modes():
+            # torch has no types here
             return torch.ops.aten._unsafe_view(out, [query.shape[0], query.shape[2], *out.shape[1:]])  # type: ignore[no-any-return]
 
     @staticmethod

@@ -90,7 +90,7 @@ class Within(AbstractContextManager[None]):
         # above selective checkpointing's mode, if there is one, in the pass and in its recomputation alike
         if not isinstance(_get_current_dispatch_mode(), FixedNumerics):
             mode = PassMode(work)
-            mode.__enter__()  # type: ignore[no-untyped-call]
+            mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
         self._modes.append(mode)
         work.covered += 1
 
@@ -98,7 +98,7 @@ class Within(AbstractContextManager[None]):
         self._work.covered -= 1
         mode = self._modes.pop()
         if mode is not None:
-            mode.__exit__(*error)  # type: ignore[no-untyped-call]
+            mode.__exit__(*error)  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 class PassMode(FixedNumerics):

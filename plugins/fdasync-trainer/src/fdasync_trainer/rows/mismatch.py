@@ -292,7 +292,7 @@ def _rows(
         if at in empty and (one is None or two is None):
             continue
         layout = check_routing(one, f"rollout_routing[{at}]")  # type: ignore[arg-type]  # refuses None
-        theirs = check_routing(two, f"trainer_routing[{at}]")  # type: ignore[arg-type]
+        theirs = check_routing(two, f"trainer_routing[{at}]")  # type: ignore[arg-type]  # refuses None
         assert one is not None
         assert two is not None
         check_layout(theirs, layout, f"trainer_routing[{at}]", "the rollout")

@@ -46,7 +46,7 @@ class FixedNumerics(TorchDispatchMode):
     def __init__(self, *, linears: bool = True, known: dict[Any, Callable[..., Any] | None] | None = None) -> None:
         """`linears`: False where all of the model's go through `linear_of_rows` already. `known`: what computes the
         operations that were seen, which modes may have in common."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self._known = {} if known is None else known
         # by the id of an operation, as it is first seen: what computes it
         self._ways: dict[int, Callable[..., Any]] = {}
@@ -58,14 +58,14 @@ class FixedNumerics(TorchDispatchMode):
         return product(rows, weight.t(), bias)
 
     # without types, as what they stand for
-    def __enter__(self):  # type: ignore[no-untyped-def]
-        super().__enter__()  # type: ignore[no-untyped-call]
+    def __enter__(self):  # type: ignore[no-untyped-def]  # torch has no types here
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
         self._linears.__enter__()
         return self
 
-    def __exit__(self, *error):  # type: ignore[no-untyped-def]
+    def __exit__(self, *error):  # type: ignore[no-untyped-def]  # torch has no types here
         self._linears.__exit__(*error)
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch has no types here
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -118,6 +118,7 @@ def linear_of_rows(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
         return linear(input, weight, bias)
     rows = linear(input.reshape(-1, input.shape[-1]), weight, bias)
     # no view for autograd, as torch's own: hooks of a module (FSDP2's) refuse to be given views
+    # torch has no types here
     return torch.ops.aten._unsafe_view(rows, [*input.shape[:-1], weight.shape[0]])  # type: ignore[no-any-return]
 
 
@@ -226,7 +227,7 @@ def _mean(
     x: torch.Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     if not _of_rows(x, dim):
-        return _mean_on_a_cpu(x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
+        return _mean_on_a_cpu(x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]  # torch has no types here
     from fdasync_kernels.layer.sums import row_mean
 
     return row_mean(x, keepdim=keepdim, dtype=dtype)
@@ -236,7 +237,7 @@ def _sum(
     x: torch.Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     if not _of_rows(x, dim):
-        return _sum_on_a_cpu(x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
+        return _sum_on_a_cpu(x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]  # torch has no types here
     from fdasync_kernels.layer.sums import row_sum
 
     return row_sum(x, keepdim=keepdim, dtype=dtype)

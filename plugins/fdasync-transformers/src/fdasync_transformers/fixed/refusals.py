@@ -70,14 +70,14 @@ def refuse_model(model: torch.nn.Module) -> str:
         raise compiled()
     if not isinstance(kind, str):
         raise BadInput("model", f"{type(model).__name__} is no transformers model", hint="give the one it wraps")
-    refuse_unservable(model)  # type: ignore[arg-type]
-    refuse_recurrent(model)  # type: ignore[arg-type]
-    refuse_indexed(model)  # type: ignore[arg-type]
+    refuse_unservable(model)  # type: ignore[arg-type]  # reads modules alone
+    refuse_recurrent(model)  # type: ignore[arg-type]  # reads modules alone
+    refuse_indexed(model)  # type: ignore[arg-type]  # reads modules alone
     return kind
 
 
 # the compiler of some versions of torch cannot raise an error of ours
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no types here
 def _refuse_compiled() -> NoReturn:
     raise compiled()
 

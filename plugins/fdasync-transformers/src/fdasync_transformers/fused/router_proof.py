@@ -248,7 +248,7 @@ def _selection_bias(module: Any, kind: RouterKind, bias: torch.Tensor | None) ->
     tensor = part_of(module, kind.selection_bias)
     before = tensor.detach().clone()
     try:
-        tensor.copy_(bias.reshape(tensor.shape))  # type: ignore[union-attr]
+        tensor.copy_(bias.reshape(tensor.shape))  # type: ignore[union-attr]  # a module that has a bias
         yield tensor
     finally:
         tensor.copy_(before)

@@ -159,7 +159,7 @@ def paged_attention(
     for name in NOT_DONE:
         if kwargs.get(name) is not None:
             raise RunnerError(f"attention with {name!r} is not supported")
-    layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
+    layer_idx = int(module.layer_idx)  # type: ignore[arg-type]  # a number, which torch does not know
     spec = fd_ctx.layers[layer_idx]
     rows = query[0].transpose(0, 1)
     if spec.query_scale is not None:

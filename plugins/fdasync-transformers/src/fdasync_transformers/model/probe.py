@@ -109,6 +109,7 @@ def attention_layers(
     for index, (module, heads, key_dim, value_dim, note) in sorted(log.layers.items()):
         rank = latent_rank(module) if latent else 0
         if rank:
+            # a number, which torch does not know
             heads, key_dim, value_dim = 1, rank + int(module.qk_rope_head_dim), 0  # type: ignore[arg-type]
         reach = _reach(note, name) if reaches else Reach()
         if index in log.chosen and reach != Reach():
@@ -161,7 +162,7 @@ def _probe_attention(
     if fd_ctx is None:
         kind = str(getattr(getattr(module, "config", None), "model_type", type(module).__name__))
         raise UnsupportedModel(kind, f"{type(module).__name__} is not handed the arguments of the model's call")
-    index = int(module.layer_idx)  # type: ignore[arg-type]
+    index = int(module.layer_idx)  # type: ignore[arg-type]  # a number, which torch does not know
     for name in NOT_DONE:
         if kwargs.get(name) is not None:
             raise UnsupportedModel(fd_ctx.model_type, f"attention with {name!r}")
@@ -183,6 +184,7 @@ def _probe_mask(*, mask_function: MaskFunction, local_size: int | None = None, *
 def latent_rank(module: torch.nn.Module) -> int:
     """The rank of a latent (MLA) attention layer whose latents can be paged; else 0."""
     parts = ("kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "expand_kv")
+    # a number, which torch does not know
     return int(module.kv_lora_rank) if all(hasattr(module, part) for part in parts) else 0  # type: ignore[arg-type]
 
 

@@ -42,6 +42,7 @@ class MtpHead(torch.nn.Module):
         for number, layer in enumerate(self.layers):
             for module in layer.modules():
                 if hasattr(module, "layer_idx"):
+                    # a number, which torch does not know
                     module.layer_idx = first_index + number  # type: ignore[assignment]
 
     @property

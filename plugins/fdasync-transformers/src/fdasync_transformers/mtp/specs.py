@@ -41,6 +41,7 @@ def mtp_specs(model: PreTrainedModel, head: MtpHead, *, latent: bool) -> tuple[L
     for number, (module, heads, key_dim, value_dim, _) in enumerate(log.layers[index] for index in sorted(log.layers)):
         rank = probe.latent_rank(module) if latent else 0
         if rank:
+            # a number, which torch does not know
             heads, key_dim, value_dim = 1, rank + int(module.qk_rope_head_dim), 0  # type: ignore[arg-type]
         window = int(getattr(head.config, "sliding_window", 0) or 0) if head.kind(number) != "full_attention" else 0
         reach = Reach("window", window, number + 1) if window else Reach(first=number + 1)

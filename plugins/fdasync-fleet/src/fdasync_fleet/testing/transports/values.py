@@ -123,10 +123,11 @@ class ValueTests(TransportHooks):
                 CopySpec((theirs,), (Part(0, -1, 50_000),), sums[:1]),
                 CopySpec((theirs,), (ours,), (-1,)),
                 CopySpec((theirs,), (ours,), (1 << 64,)),
-                CopySpec((theirs,), (ours,), ("x",)),  # type: ignore[arg-type]
-                CopySpec((None,), (ours,), sums[:1]),  # type: ignore[arg-type]
+                CopySpec((theirs,), (ours,), ("x",)),  # type: ignore[arg-type]  # wrong on purpose
+                CopySpec((None,), (ours,), sums[:1]),  # type: ignore[arg-type]  # wrong on purpose
+                # wrong on purpose
                 CopySpec((Part("0", 0, 1),), (Part(1, room.offset, 1),), sums[:1]),  # type: ignore[arg-type]
-                CopySpec(None, (ours,), sums[:1]),  # type: ignore[arg-type]
+                CopySpec(None, (ours,), sums[:1]),  # type: ignore[arg-type]  # wrong on purpose
                 None,
                 # overlaps with itself, and with a good one
                 CopySpec((theirs, theirs), (ours, Part(0, ours.offset + 49_999, 50_000)), (sums[0], sums[0])),

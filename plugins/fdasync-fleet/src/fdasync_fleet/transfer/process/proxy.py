@@ -201,7 +201,7 @@ class ProcessTransport(Endpoint):
     """
 
     # not of the class: each stands for another transport
-    name: str  # type: ignore[misc]
+    name: str  # type: ignore[misc]  # an attribute for a property
 
     def __init__(self, process: TransferProcess, place: int, name: str) -> None:
         super().__init__()

@@ -44,6 +44,7 @@ def recomputed(
     """
     if not torch.is_grad_enabled() or not any(one.requires_grad for one in inputs):
         return values
+    # torch has no types here
     found: tuple[torch.Tensor, ...] = _Recomputed.apply(_Given(values, again, len(kept)), *kept, *inputs)  # type: ignore[no-untyped-call]
     return found
 

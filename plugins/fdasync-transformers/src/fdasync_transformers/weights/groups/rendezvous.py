@@ -43,7 +43,7 @@ def check_wanted(stop: int) -> None:
             raise Unmet("it was given up")
 
 
-class TimedStore(dist.Store):  # type: ignore[misc]
+class TimedStore(dist.Store):  # type: ignore[misc]  # torch's class is Any
     """A store all of whose waits end at one time, for gloo, which would wait as long for each key.
 
     Args:
