@@ -34,7 +34,7 @@ from fdasync_fleet.router.router import Router
 from fdasync_fleet.testing.sim.network import NetworkConditions, SimNetwork
 from fdasync_fleet.testing.sim.transport import SimFabric, SimFaults, SimTransport
 
-import fdasync.scheduler.core as core
+import fdasync.scheduler.make as make
 from benchmarks.fleet.pd_process import in_order
 from benchmarks.lib.arguments import at_least_one, parser_of
 from benchmarks.lib.report import Report
@@ -135,7 +135,7 @@ async def played(requests: int, costs: Costs) -> float:
 def arm(requests: int, costs: Costs, workers: int = 0) -> float:
     """Seconds of one arm; 0 workers: ours."""
     side = in_order(workers, PREPARE_S) if workers else PrefillSide
-    with mock.patch.object(core, "PrefillSide", side):
+    with mock.patch.object(make, "PrefillSide", side):
         return run_sim(played(requests, costs))
 
 

@@ -16,7 +16,7 @@ import uvloop
 from fdasync_fleet.instance.instance import Instance
 from fdasync_fleet.messages import LeaseRequest
 
-import fdasync.scheduler.core as core
+import fdasync.scheduler.make as make
 from benchmarks.lib.child import stay
 from fdasync.engine.config import EngineConfig
 from fdasync.scheduler.disagg.prefill import PrefillSide
@@ -55,14 +55,13 @@ def in_order(workers: int, prepare_s: float = 0.0) -> type[PrefillSide]:
             super().__init__(*args)
             self._taken: dict[int, float] = {}
 
-        @property
         def wake_at(self) -> float:
             due = [
                 ready_at
                 for group, ready_at in self._taken.items()
                 if group in self.hand_offs and self.hand_offs[group].attempt < 0
             ]
-            return min([super().wake_at, *due])
+            return min([super().wake_at(), *due])
 
         def _ask(self, now: float) -> None:
             live = self.hand_offs
@@ -99,7 +98,7 @@ def delay_answers(instance: Instance, seconds: float) -> None:
 
 async def main(spec: Spec) -> None:
     if spec.workers:
-        core.PrefillSide = in_order(spec.workers)  # type: ignore[attr-defined]  # replaced for this process
+        make.PrefillSide = in_order(spec.workers)  # type: ignore[attr-defined]  # for this process
     async with Instance(msgspec.convert(spec.config, EngineConfig), listen=spec.address) as instance:
         if spec.answers_s:
             delay_answers(instance, spec.answers_s)

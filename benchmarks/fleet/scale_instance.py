@@ -119,7 +119,7 @@ class StandIn:
         self._timer: asyncio.TimerHandle | None = None
         self._began, self._step_s, self._steps = 0.0, 0.0, 0
         self._batch: list[_Request] = []
-        self._kv_events = KvEvents(self, lambda: ("0", 0))  # type: ignore[arg-type]  # a double
+        self._kv_events = KvEvents(self, lambda: ("0", 0))
         self.links = Links(self.wire, self, incarnation=number.to_bytes(12, "big").replace(b"\0", b"\1", 1))
         self.links.listen(self.address)
 
@@ -287,7 +287,7 @@ class StandIn:
             ids = tuple(self._rng.integers(0, VOCAB_SIZE, count).tolist())
             request.tokens.extend(ids)
             reason = "length" if request.made >= request.max_tokens else None
-            piece = Piece(request.name, 0, ids, "", None, None, None, reason)  # type: ignore[arg-type]  # a double
+            piece = Piece(request.name, 0, ids, "", None, None, None, reason)
             pieces.setdefault(request.peer, []).append(piece)
 
     def _end(self, request: _Request) -> None:

@@ -36,7 +36,7 @@ def measure(instances: int, blocks: int) -> int:
     """Resident memory that all news took."""
     rng = random.Random(0)
     table = InstanceTable()
-    handles = [table.add(_Peer(number)) for number in range(instances)]  # type: ignore[arg-type]  # a double
+    handles = [table.add(_Peer(number)) for number in range(instances)]
     for handle in handles:
         handle.came_up()
     before = resident_nbytes()

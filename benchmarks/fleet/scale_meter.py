@@ -125,10 +125,12 @@ class MeteredLoop(SimLoop):
         self._meter = meter
         super().__init__()
 
-    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
+    # the base has overloads
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
         return self._meter.away(self._metered, super().call_soon, (), callback, args, context)
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
+    # the base has overloads
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
         return self._meter.away(self._metered, super().call_at, (when,), callback, args, context)
 
     def _metered(self, call: Any, when: Any, callback: Any, args: Any, context: Any) -> Any:

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import uvloop
 from fdasync_fleet.cli.local.fleet import LocalFleet, plans_for
+from fdasync_fleet.cli.local.options import LinkOptions
 
 from benchmarks.gpu.models import DEFAULT_MODEL
 from benchmarks.gpu.options import begin, parser_of
@@ -170,8 +171,8 @@ async def moved_nbytes(router: Router) -> int:
 async def arm(name: str, parts: Parts, scale: Scale, folder: str, load: Load) -> None:
     """Start instances, play, and add the figures of this arm."""
     report, counts = parts.report, _ARMS[name]
-    transport = "device" if scale.device != "cpu" and name == "pd" else "auto"
-    fleet = LocalFleet(plans_for(config_of(scale, folder, load), counts, transport=transport))
+    links = LinkOptions(transport="device" if scale.device != "cpu" and name == "pd" else "auto")
+    fleet = LocalFleet(plans_for(config_of(scale, folder, load), counts, links))
     async with fleet, connect(fleet.addresses, RouterConfig(require="all")) as router:
         parts.say(f"{name}: the instances are there")
         before = await moved_nbytes(router)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fdasync_fleet.cli.local.fleet import LocalFleet, plans_for
+from fdasync_fleet.cli.local.options import LinkOptions
 from fdasync_fleet.router.config import RouterConfig
 from fdasync_fleet.router.router import Router, connect
 from fdasync_transformers import TransformersConfig, TransformersRunner
@@ -287,8 +288,7 @@ async def updated(play: Play, **values: Any) -> Played:
                 for name, job in zip(names, play.long_ones(10 + version, running), strict=True):
                     group.create_task(reading.read(name, job))
                 await reading.until(names, 2)
-                # a word of the command line
-                await engine.update_weights(version, str(folder), mode)  # type: ignore[arg-type]
+                await engine.update_weights(version, str(folder), mode)
             told = [answer.finish_reason for answer in reading.answers]
             both = sum(len(answer.spans) == 2 for answer in reading.answers)
             if (mode == "abort" and set(told) != {"abort"}) or (mode == "keep" and both != running):
@@ -309,7 +309,7 @@ async def apart(play: Play, transport: str, **values: Any) -> Played:
     played = Played()
     jobs = play.jobs(7)
     config = play.config(num_blocks=play.scale.roomy, **values)
-    plans = plans_for(config, {"prefill": 1, "decode": 1}, transport=transport)
+    plans = plans_for(config, {"prefill": 1, "decode": 1}, LinkOptions(transport=transport))
     fleet = LocalFleet(plans)
     async with fleet, connect(fleet.addresses, RouterConfig(require="all")) as router:
         played.answers = await fleet.while_alive(_asked_apart(play, router, jobs))

@@ -74,8 +74,7 @@ def sides(shape: dict[str, Any], rows: int, width: int, device: torch.device) ->
     models = []
     for _ in range(2):
         with device:
-            # transformers has no types here
-            model: Any = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**shape), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+            model: Any = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**shape), dtype=torch.bfloat16)
         models.append(model.train())
     models[1].load_state_dict(models[0].state_dict())
     ids = torch.randint(0, shape["vocab_size"], (rows, width), device=device)

@@ -46,8 +46,7 @@ def test_what_matters_is_killed_and_the_rest_survives(tmp_path):
         mutant(2, "fdasync/cache/aux.py", "        return len(self._free)", "        return 0 + len(self._free)"),
         # in the store's process
         mutant(
-            3, "fdasync/cache/store/process/main.py", "            return await self._store.put(message.items)",
-            "            return await self._store.usage()",
+            3, "fdasync/cache/store/process/main.py", "        if not self._is_open:", "        if self._is_open:",
         ),
         mutant(4, "fdasync/cache/aux.py", "        return len(self._free)", "        while True: pass"),
         mutant(

@@ -106,10 +106,8 @@ class LimitTests(StoreHooks):
             }
             for what, parts in wrong.items():
                 item = Item(on.key("bad"), parts)
-                # a lambda of a default
-                await self._refused(on, lambda item=item: on.store.put([item]), what)  # type: ignore[misc]
-                # a lambda of a default
-                await self._refused(on, lambda item=item: on.store.get_into([item]), what)  # type: ignore[misc]
+                await self._refused(on, lambda item=item: on.store.put([item]), what)  # type: ignore[misc]  # default
+                await self._refused(on, lambda item=item: on.store.get_into([item]), what)  # type: ignore[misc]  # default
             equal(await on.exists([on.key("bad")]), 0, "exists_prefix of a key of calls that were refused")
             await on.assert_holds(on.key("good"), b"good")
 
@@ -119,8 +117,7 @@ class LimitTests(StoreHooks):
             await on.keep(on.key("good"), b"good")
             good = Item(on.key("new"), (on.part(10),))
             for bad in (Item("no key", (on.part(10),)), Item(on.key("bad"), ())):
-                # a lambda of a default
-                await self._refused(on, lambda bad=bad: on.store.put([good, bad]), "an item")  # type: ignore[misc]
+                await self._refused(on, lambda bad=bad: on.store.put([good, bad]), "an item")  # type: ignore[misc]  # default
             equal(await on.exists([good.key]), 0, "exists_prefix of the good item of a put that was refused")
             await self._refused(on, lambda: on.store.delete([on.key("good"), "no key"]), "a key")
             await on.assert_holds(on.key("good"), b"good")
