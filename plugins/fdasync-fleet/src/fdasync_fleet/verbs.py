@@ -18,7 +18,7 @@ from fdasync.errors import FdasyncError, ProtocolError, RemoteError
 from fdasync.ipc.errors import ErrorTable, Failed
 from fdasync.ipc.remote import marked, method_of, remote
 from fdasync.request import GroupTensors, PauseMode, SleepMode, WakeTag, WeightsGroup
-from fdasync_fleet.fields import WORDS_CHARS, Count, Meta, Seconds, Version, Words
+from fdasync_fleet.fields import WORDS_CHARS, Count, Meta, Name, Seconds, Version, Words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +32,11 @@ class Verbs(ABC):
 
     @abstractmethod
     @remote()
-    async def claim(self, limit_s: Seconds) -> None:
-        """No other router may make a change for so long, or until `release`, or until this router's link ends.
+    async def claim(self, change: Name, limit_s: Seconds) -> None:
+        """No other router may make a change for so long, or until this router's change or its link ends.
+
+        Args:
+            change: the verb that makes it, the first one where it has several.
 
         Raises UpdateUnderWay while another router has claimed the instance, as all changes do (`CHANGES` in
         `instance/peer_verbs.py`).

@@ -302,6 +302,39 @@ def test_what_another_router_brought_a_moment_ago_counts_as_earlier(kind, given,
     run_sim(play())
 
 
+@in_scene("m0", "m1")
+async def test_an_update_that_names_its_label_is_not_one_with_one_that_does_not(scene):
+    # the label that counts one up follows what another router brought
+    scene.m1.claims = lambda command: done(command.number, "", "", OTHER, 7)
+    unnamed = [asyncio.ensure_future(scene.router.update_weights(None, "/w")) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(UpdateUnderWay):
+        await scene.router.update_weights(1, "/w")
+    await asyncio.gather(*unnamed)
+    assert [(command.version, command.order) for command in scene.m0.commands] == [("8", 8)]
+
+
+@in_scene("m0", "m1", command_s=5.0)
+async def test_an_update_in_parts_that_is_left_alone_is_abandoned_under_its_claim(scene):
+    told, claims, obeys = [], scene.m0.claims, scene.m0.obeys
+    scene.m0.claims = lambda command: (told.append(command.verb), claims(command))[1]
+    scene.m0.obeys = lambda command: (told.append(command.verb), obeys(command))[1]
+    await scene.router.begin_weight_update()
+    await settle(30.0)
+    # with that the claim ends at the instance, and no sooner
+    assert told == ["claim", "begin_update", "abandon_update"]
+
+
+@in_scene("m0", "m1")
+async def test_an_update_in_parts_that_ends_as_it_begins_counts_one_up(scene):
+    await scene.router.update_weights(41, "/w")
+    begin = asyncio.ensure_future(scene.router.begin_weight_update())
+    await asyncio.sleep(0)
+    calls = [scene.router.update_weights(None, part()), scene.router.end_weight_update()]
+    await asyncio.gather(begin, *calls)
+    assert (scene.m0.commands[-1].verb, scene.m0.commands[-1].version) == ("end_update", "42")
+
+
 @in_scene("m0", "m1", "m2")
 async def test_a_router_that_finds_another_routers_update_changes_nothing(scene):
     scene.m1.claims = lambda command: done(command.number, "UpdateUnderWay", "of another router")

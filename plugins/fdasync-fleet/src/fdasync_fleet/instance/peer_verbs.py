@@ -1,7 +1,6 @@
 """Performs what a router has an instance do: `Verbs` for one router's call. Called by `instance.py`.
 
-Of several routers one at a time may make a change of `CHANGES`. A claim says which, and for how long. The router takes
-it before its change and gives it back behind it: no other call ends it.
+Of several routers one at a time may make a change of `CHANGES`. A claim says which, and for how long.
 """
 
 from __future__ import annotations
@@ -20,11 +19,16 @@ if TYPE_CHECKING:
     from fdasync_fleet.link.peer import Peer
 
 
-#: verbs that another router's claim refuses. Any router may leave a group, since that ends a join
-CHANGES = (
-    "update_weights", "relabel", "begin_update", "update_part", "end_update", "abandon_update", "join_group", "sleep",
-    "wake",
-)  # fmt: skip
+#: verbs that another router's claim refuses, and the change that each is of. A verb ends the claim that its router had
+#: for this change as the call began. Any router may leave a group, since that ends a join
+CHANGES = {
+    "update_weights": "update_weights",
+    "relabel": "relabel",
+    **dict.fromkeys(("begin_update", "update_part", "end_update", "abandon_update"), "begin_update"),
+    "join_group": "join_group",
+    "sleep": "sleep",
+    "wake": "wake",
+}
 
 
 class Claims:
@@ -38,6 +42,8 @@ class Claims:
         self.joiner: Peer | None = None
         self._holder: Peer | None = None
         self._until = 0.0
+        self._change = ""
+        self._number = 0
 
     def check(self, peer: Peer) -> None:
         """Raise UpdateUnderWay where another router may change the instance."""
@@ -45,15 +51,21 @@ class Claims:
         if holder is not None and holder is not peer and holder.is_up and now < self._until:
             raise UpdateUnderWay(f"of {holder.name}")
 
-    def take(self, peer: Peer, limit_s: float) -> None:
+    def take(self, peer: Peer, change: str, limit_s: float) -> None:
         """Let no other router change anything for `limit_s`. Raises UpdateUnderWay."""
         self.check(peer)
-        self._holder, self._until = peer, asyncio.get_running_loop().time() + limit_s
+        self._holder, self._change = peer, change
+        self._until = asyncio.get_running_loop().time() + limit_s
+        self._number += 1
 
-    def release(self, peer: Peer) -> None:
-        """End a claim, if it is this router's."""
-        if self._holder is peer:
-            self._holder = None
+    def of(self, peer: Peer, change: str) -> int:
+        """The number of this router's claim for a change; 0: it has none."""
+        return self._number if self._holder is peer and self._change == change else 0
+
+    def release(self, peer: Peer, number: int | None = None) -> None:
+        """End a claim of this router. `number`: only this one."""
+        if self._holder is peer and number in (None, self._number):
+            self._holder, self._until = None, 0.0
 
 
 class PeerVerbs(Verbs):
@@ -74,12 +86,20 @@ class PeerVerbs(Verbs):
     async def perform(self, message: Any) -> Any:
         """Perform what a message calls; returns the method's value. Raises the method's errors."""
         method = METHODS[type(message)]
-        if method.name in CHANGES:
+        change = CHANGES.get(method.name, "")
+        if change:
             self._claims.check(self._peer)
-        return await method.call(self, message, [])
+        # weights that this instance lacks, or a late wake, may come while another change of the router has the claim
+        claim = self._claims.of(self._peer, change)
+        try:
+            return await method.call(self, message, [])
+        finally:
+            # an update in parts that stays open keeps its claim, which is timed
+            if claim and not self._weights.control.in_parts:
+                self._claims.release(self._peer, claim)
 
-    async def claim(self, limit_s: float) -> None:
-        self._claims.take(self._peer, limit_s)
+    async def claim(self, change: str, limit_s: float) -> None:
+        self._claims.take(self._peer, change, limit_s)
 
     async def release(self) -> None:
         self._claims.release(self._peer)
@@ -129,7 +149,6 @@ class PeerVerbs(Verbs):
         await self._engine.resume()
 
     async def sleep(self, level: int, mode: SleepMode, tags: tuple[WakeTag, ...]) -> None:
-        # words that the message has checked
         await self._engine.sleep(level, mode, tags=tags or None)  # type: ignore[arg-type]
 
     async def wake(self, tags: tuple[WakeTag, ...] = ()) -> None:

@@ -36,6 +36,7 @@ from fdasync.errors import (
 from fdasync.ipc.deadlines import Within, wait_within
 from fdasync.ipc.futures import fail
 from fdasync.request import (
+    FIRST_VERSION,
     GroupTensors,
     WeightsGroup,
     check_update_mode,
@@ -55,7 +56,7 @@ from fdasync_fleet.router.weights.wakes import Wakes
 from fdasync_fleet.verbs import Verbs, error_of, folder_of, name_of, verb
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Sequence
 
     from fdasync.request import Doing, PauseMode, SleepMode, WakeTag
     from fdasync_fleet.link.links import Links
@@ -113,8 +114,8 @@ class Outcome(NamedTuple):
 class Label(NamedTuple):
     """The number of weights or of their label, which rises (`request.next_order`), and the label."""
 
-    weight_order: int
-    weight_version: str
+    order: int
+    version: str
 
 
 class ControlPlane:
@@ -277,9 +278,9 @@ class ControlPlane:
 
     async def _fall_asleep(self, command: Any) -> None:
         limit_s = self._limit_s(command.mode)
-        async with self._claimed(limit_s):
-            with self.wakes.falling_asleep(command.level, command.tags):
-                await self.all(command, limit_s)
+        await self._claim_all("sleep", limit_s)
+        with self.wakes.falling_asleep(command.level, command.tags):
+            await self.all(command, limit_s)
 
     async def wake(self, tags: Any) -> Doing:
         """Wake all instances, or parts of their memory; returns what the instance farthest from running does then.
@@ -289,8 +290,8 @@ class ControlPlane:
         return doing
 
     async def _wake(self, tags: tuple[WakeTag, ...]) -> Doing:
-        async with self._claimed():
-            return await self.wakes.wake(tags)
+        await self._claim_all("wake")
+        return await self.wakes.wake(tags)
 
     async def _behind_sleeps(self, command: Any, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Make a sleep or a wake behind those that are under way, as instances do it, also behind an equal one: the
@@ -325,12 +326,13 @@ class ControlPlane:
             if label is not None:
                 self._parts.label = label
             return
-        label = next_version(self._table.weight_version) if version is None else checked_version(version)
+        # the label that counts one up is known once the instances are claimed
+        label = "" if version is None else checked_version(version)
         check_update_mode(mode)
         weights_id = "" if wanted is None else wanted.weights_id
         command = verb(Verbs.update_weights, label, source, mode, expected=weights_id)
-        check_whole("source", Call(0, command))
-        await self._make(command, lambda: self._play(command, is_named=version is not None))
+        check_whole("source", Call(0, msgspec.structs.replace(command, version=label or FIRST_VERSION)))
+        await self._make(command, lambda: self._play(command))
 
     # -- groups, and updates in parts -------------------------------------------------------------------
 
@@ -420,7 +422,7 @@ class ControlPlane:
         if parts is None:
             raise BadInput("end_weight_update", "no update is open", hint="it begins with begin_weight_update")
         wanted = checked_fingerprint(expected)
-        label = checked_version(version) if version is not None else parts.label or next_version(parts.label_before)
+        label = "" if version is None else checked_version(version)
         weights_id = "" if wanted is None else wanted.weights_id
         await parts.ask(verb(Verbs.end_update, label, expected=weights_id))
 
@@ -433,18 +435,27 @@ class ControlPlane:
         ended: FdasyncError | None = None
         begun = False
         try:
-            async with self._claimed_room(restart=True) as latest:
-                members = self._success(await self._ask_all(begin, limit_s), drops=True)
-                begun = True
-                parts.label_before = latest.weight_version
-                parts.begun.set_result(None)
-                while begun:
-                    command = await parts.next(limit_s)
+            latest = await self._make_room("begin_update")
+            members = self._success(await self._ask_all(begin, limit_s), drops=True)
+            begun = True
+            parts.begun.set_result(None)
+            while True:
+                command, answer = await parts.next(limit_s)
+                played = False
+                try:
                     begun = await self._play_part(parts, command, members, latest)
-                    if begun:
-                        parts.played()
-            # who has ended it may have another router begin the next
-            parts.played()
+                    played = True
+                except FdasyncError as error:
+                    fail(answer, error)
+                    raise
+                finally:
+                    if not answer.done() and not played:
+                        # this task is cancelled, or has a defect: its caller waits without a limit
+                        fail(answer, EngineClosed("closed"))
+                if not answer.done():
+                    answer.set_result(None)
+                if not begun:
+                    return
         except FdasyncError as error:
             ended = error
         finally:
@@ -456,13 +467,14 @@ class ControlPlane:
     async def _play_part(
         self, parts: PartUpdate, command: Any, members: list[tuple[InstanceHandle, Reply]], latest: Label
     ) -> bool:
-        """One call of an update in parts; False: it was the last one. `latest`: see `_claimed`."""
+        """One call of an update in parts; False: it was the last one. `latest`: see `_make_room`."""
         limit_s = self._config.command_s
         name = name_of(command)
         ends = name == "end_update" and parts.parts > 0
-        if ends:
-            order = next_order(latest.weight_order, command.version)
-            command = msgspec.structs.replace(command, order=order, weights_id=secrets.token_hex(16))
+        if name == "end_update":
+            label = command.version or parts.label or next_version(latest.version)
+            order, weights_id = next_order(latest.order, label), secrets.token_hex(16)
+            command = msgspec.structs.replace(command, version=label, order=order, weights_id=weights_id)
         present = [instance for instance, _ in members if instance.peer.is_up]
         took = self._success(await self._ask_all(command, limit_s, present), drops=name != "abandon_update")
         parts.parts += name == "update_part"
@@ -589,7 +601,9 @@ class ControlPlane:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         # the error is for the caller; a cancelled caller may never read it: this marks it as read
         if not task.cancelled():
-            task.exception()
+            failed = task.exception() is not None
+            # one that waits for other weights may have been claimed, and not asked
+            self._say_to([one for one in self._table.up() if failed or one.behind], verb(Verbs.release))
         if self._parts is not None:
             # cancelled before its first step
             self._parts.end(EngineClosed("closed"))
@@ -600,61 +614,52 @@ class ControlPlane:
             self.agreement.held = False
             self.agreement.judge_all()
 
-    async def _play(self, command: Any, *, is_named: bool = True) -> None:
+    async def _play(self, command: Any) -> None:
         restart = name_of(command) == "update_weights"
-        async with self._claimed_room(restart=restart) as latest:
-            label = command.version if is_named else next_version(latest.weight_version)
-            command = msgspec.structs.replace(command, version=label, order=next_order(latest.weight_order, label))
-            if restart and not folder_of(command):
-                command = msgspec.structs.replace(command, weights_id=secrets.token_hex(16))
-            # an instance with other weights does not get the label of these
-            asked = [one for one in self._table.up() if restart or not one.behind]
-            took = self._success(await self._ask_all(command, self._config.command_s, asked), drops=True)
-            self._agree(command, took)
+        latest = await self._make_room(name_of(command))
+        label = command.version or next_version(latest.version)
+        command = msgspec.structs.replace(command, version=label, order=next_order(latest.order, label))
+        if restart and not folder_of(command):
+            command = msgspec.structs.replace(command, weights_id=secrets.token_hex(16))
+        # an instance with other weights does not get the label of these
+        asked = [one for one in self._table.up() if restart or not one.behind]
+        took = self._success(await self._ask_all(command, self._config.command_s, asked), drops=True)
+        self._agree(command, took)
 
-    @contextlib.asynccontextmanager
-    async def _claimed_room(self, *, restart: bool) -> AsyncIterator[Label]:
-        """As `_claimed`, for new weights or a label. `restart`: hand-overs end, or begin again behind the update."""
+    async def _make_room(self, change: str) -> Label:
+        """Claim all instances; returns the latest label among them. Hand-overs end, or begin again behind an update of
+        the weights."""
         await self.agreement.quiet(self._config.command_s)
-        async with self._claimed() as latest:
-            if restart:
-                await self._let_hand_overs_finish()
-            yield latest
+        latest = await self._claim_all(change)
+        if change != "relabel":
+            await self._let_hand_overs_finish()
+        return latest
 
-    @contextlib.asynccontextmanager
-    async def _claimed(self, limit_s: float = 0.0) -> AsyncIterator[Label]:
-        """Claim all instances, so that no other router changes any of them meanwhile. All routers claim in the same
-        order, so that one of two routers gets all instances. Raises UpdateUnderWay.
-
-        The instances have said that the claim is over before this ends: who waits for the change may have another
-        router make the next. Behind an error nobody waits for that.
+    async def _claim_all(self, change: str, limit_s: float = 0.0) -> Label:
+        """Claim all instances, so that no other router changes any of them. All routers claim in the same order, so
+        that one of two routers gets all instances. Raises UpdateUnderWay. A change that fails gives its claims back
+        (`_ended`); at an instance that does as it is told they end with that.
 
         Args:
+            change: as of `Verbs.claim`.
             limit_s: of the change, where it is not `command_s` behind the end of hand-offs.
 
-        Yields the latest label: this router may not have heard yet what another router brought a moment ago."""
+        Returns the latest label: this router may not have heard yet what another router brought a moment ago."""
         config = self._config
         claim_s = config.command_s + max(config.handoff_s + config.command_s, limit_s)
-        command, release = verb(Verbs.claim, min(claim_s, MOST_S)), verb(Verbs.release)
+        command = verb(Verbs.claim, change, min(claim_s, MOST_S))
         latest = Label(self._table.weight_order, self._table.weight_version)
-        claimed: list[InstanceHandle] = []
-        try:
-            for instance in sorted(self._table.up(), key=lambda instance: instance.address):
-                # also one whose answer does not come in time
-                claimed.append(instance)
-                try:
-                    reply = await self.one(instance, command, config.command_s)
-                except UpdateUnderWay:
-                    raise
-                except FdasyncError:
-                    # the instance is gone, or will not take the change either
-                    continue
-                latest = max(latest, Label(reply.standing.weight_order, reply.standing.weight_version))
-            yield latest
-        except BaseException:
-            self._say_to(claimed, release)
-            raise
-        await self._ask_all(release, config.command_s, claimed)
+        for instance in sorted(self._table.up(), key=lambda instance: instance.address):
+            try:
+                reply = await self.one(instance, command, config.command_s)
+            except UpdateUnderWay:
+                raise
+            except FdasyncError:
+                # the instance is gone, or will not take the change either
+                continue
+            if reply.standing.weight_order > latest.order:
+                latest = Label(reply.standing.weight_order, reply.standing.weight_version)
+        return latest
 
     async def _let_hand_overs_finish(self) -> None:
         """Wait for hand-offs. Hand-offs of paused instances cannot finish: they begin again at once."""

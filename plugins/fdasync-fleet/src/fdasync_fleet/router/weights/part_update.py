@@ -26,18 +26,14 @@ class PartUpdate:
     Attributes:
         begun: ends when all instances have begun, or with the error of the first that cannot.
         label: of the new weights, as a part named it; None: none has.
-        label_before: of the weights in use when it began.
         parts: how many have come.
     """
 
     def __init__(self) -> None:
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.label: str | None = None
-        self.label_before = ""
         self.parts = 0
         self._calls: asyncio.Queue[tuple[Any, asyncio.Future[None]]] = asyncio.Queue()
-        # of the call that the task performs, or has performed last
-        self._answer: asyncio.Future[None] | None = None
         self._ended: FdasyncError | None = None
 
     @property
@@ -55,27 +51,19 @@ class PartUpdate:
         await asyncio.wait([answer])
         answer.result()  # of a future that is done
 
-    async def next(self, limit_s: float) -> Any:
-        """The verb of the next call. Raises DeadlineExceeded where none comes in time."""
+    async def next(self, limit_s: float) -> tuple[Any, asyncio.Future[None]]:
+        """The next call. Raises DeadlineExceeded where none comes in time."""
         try:
             async with Within(limit_s):
-                verb, self._answer = await self._calls.get()
+                return await self._calls.get()
         except TimeoutError:
             raise DeadlineExceeded("the next part of an update", limit_s) from None
-        return verb
-
-    def played(self) -> None:
-        """The call that was next is performed."""
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_result(None)
 
     def end(self, error: FdasyncError | None) -> None:
         """The task has ended: answer the calls that are left. A call to abandon the update has nothing to do."""
         self._ended = error or BadInput("end_weight_update", "no update is open", hint="it has ended")
-        for waiting in (self.begun, self._answer):
-            # without an error the task is cancelled, or has a defect: nobody else ends the wait
-            if waiting is not None and not waiting.done():
-                fail(waiting, error or EngineClosed("closed"))
+        if not self.begun.done():
+            fail(self.begun, error or EngineClosed("closed"))
         while not self._calls.empty():
             verb, answer = self._calls.get_nowait()
             if answer.done():
