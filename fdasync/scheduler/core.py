@@ -171,12 +171,16 @@ class Scheduler:
             ring(self.now)
         if self.queues.fresh:
             self.tiers.take_fresh(self.now)
-        first: list[Action] = []
-        for begin in self._begin:
-            first += begin(self.now)
         running = self.pausing.stage == "running"
         if not running:
             self.pausing.settle()
+        first: list[Action] = []
+        for begin in self._begin:
+            first += begin(self.now)
+        if not running and self.pausing.settle():
+            # what ended there was the last that the pause waited for, and leases may be granted again
+            for begin in self._begin:
+                first += begin(self.now)
         paused = not running and self.pausing.paused
         steps: list[Action] = []
         while len(self._inflight) < self.config.pipeline_depth and not paused:

@@ -165,7 +165,31 @@ class DecodeSide(Attachment):
         """The answers and copies of this turn: first tokens from another instance reach their requests before these can
         end. Samples whose blocks are here begin to decode, unless their first token is their last; samples that lost
         their lease end."""
-        actions = self._plan(now)
+        if now >= self._sweep_at:
+            self._sweep(now)
+        for lease in list(self._stuck):
+            del self._stuck[lease]
+            if self.leases.get(lease.group) is lease:
+                self._load_states(lease)
+                self._start_ready(lease)
+        # what ends here gives back the blocks that leases wait for
+        self._take()
+        self._queues.held_for = self._grant_all(now) if self._line else None
+        for lease in list(self._offering):
+            if self.leases.get(lease.group) is lease:
+                problem = self._receiver.receive(lease, now)
+                if problem:
+                    self._drop(lease, problem)
+            if not lease.offered or self.leases.get(lease.group) is not lease:
+                del self._offering[lease]
+        self._take()
+        actions = [*self.actions]
+        self.actions.clear()
+        self.wake(bool(self.leases or self.copies or self._receiver.is_receiving))
+        return actions
+
+    def _take(self) -> None:
+        """Samples go on whose first tokens have come, or end; so do samples that have lost their lease."""
         for seq, hand in self.ready:
             seq.lease = -1
             self.core.took(seq, hand.token)
@@ -176,28 +200,6 @@ class DecodeSide(Attachment):
             if seq.state is not State.ENDED:
                 self.core.end(seq, reason, 0, note=note)
         self.ends.clear()
-        self.wake(bool(self.leases or self.copies or self.actions or self._receiver.is_receiving))
-        return actions
-
-    def _plan(self, now: float) -> list[Action]:
-        if now >= self._sweep_at:
-            self._sweep(now)
-        self._queues.held_for = self._grant_all(now) if self._line else None
-        for lease in list(self._stuck):
-            del self._stuck[lease]
-            if self.leases.get(lease.group) is lease:
-                self._load_states(lease)
-                self._start_ready(lease)
-        for lease in list(self._offering):
-            if self.leases.get(lease.group) is lease:
-                problem = self._receiver.receive(lease, now)
-                if problem:
-                    self._drop(lease, problem)
-            if not lease.offered or self.leases.get(lease.group) is not lease:
-                del self._offering[lease]
-        actions = [*self.actions]
-        self.actions.clear()
-        return actions
 
     def _sweep(self, now: float) -> None:
         for lease in list(self.leases.values()):

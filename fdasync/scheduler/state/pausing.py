@@ -70,10 +70,13 @@ class Pausing:
         """The sequence has ended."""
         self._finishing.pop(seq.key, None)
 
-    def settle(self) -> None:
-        """Called before steps are planned: a pause begins when the last sequence that it waited for has ended."""
-        if self.stage == "winding_down" and not self._finishing:
+    def settle(self) -> bool:
+        """Called before steps are planned: a pause begins when the last sequence that it waited for has ended. Whether
+        it has begun now."""
+        begins = self.stage == "winding_down" and not self._finishing
+        if begins:
             self.stage = "paused"
+        return begins
 
     def resume(self, event: ResumeRequested) -> None:
         """Undo any pause."""

@@ -34,6 +34,21 @@ def test_a_grant_takes_room_for_the_prompt_and_the_first_tokens():
     assert table.is_empty()
 
 
+def test_a_sample_that_ends_with_its_first_token_gives_its_room_to_the_next_lease_at_once():
+    table = PdTable({"ttl_s": 50.0}, num_blocks=5, decode_reserve_blocks=0)
+    assert verdicts(table.turn(table.lease(1, range(9), n=2, stop_ids=(77,)))) == [(1, "granted")]
+    assert verdicts(table.turn(table.lease(5, far(1, 5)))) == [(5, "queued")]
+    table.turn(table.offered(1, 10, 0, 1))
+    table.settle()
+    # the other sample has yet to come: no event but this one tells of the end
+    turned = table.turn(table.first(1, 1, 11, 77, 1))
+    while table.receives or table.copies:
+        received = [table.received() for _ in range(len(table.receives))]
+        turned = table.turn(*received, *[table.copied() for _ in range(len(table.copies))])
+    assert [finish.key for finish in turned.finishes] == [1]
+    assert verdicts(turned) == [(5, "granted")]
+
+
 def test_a_grant_pins_the_prefix_that_is_here():
     table = PdTable(num_blocks=8, num_host_blocks=8)
     table.run(table.request(900, range(9), 1))

@@ -171,11 +171,26 @@ def test_a_wait_lets_granted_leases_be_used_and_grants_none():
     # there is room for it
     assert [answer.verdict for answer in of(table.turn(table.lease(2, B, 3)), AnswerLease)] == ["queued"]
     table.arrive(1, A)
+    answers = []
     while table.flying or table.copies:
-        table.work()
+        assert answers == []
+        done = [table.done()] if table.flying else []
+        answers = of(table.turn(*done, *[table.copied() for _ in range(len(table.copies))]), AnswerLease)
     assert table.finished[1].reason == "length"
+    # in the turn in which the last sample ends, and with it the wait
     assert table.stats.paused
-    turned = table.turn(table.resume())
+    assert [(answer.group, answer.verdict) for answer in answers] == [(2, "granted")]
+
+
+def test_a_pause_that_waits_for_nothing_or_for_a_lease_that_is_given_up_grants_the_next_at_once():
+    table = PdTable(RULES)
+    turned = table.turn(table.pause("wait"), table.lease(1, A, 3))
+    assert [answer.verdict for answer in of(turned, AnswerLease)] == ["granted"]
+    table = PdTable({**RULES, "beyond_running": 0}, max_running=2)
+    table.turn(table.lease(1, A, 3))
+    table.turn(table.lease(2, B, 3, n=2))
+    table.turn(table.pause("wait"))
+    turned = table.turn(table.gives_up(1))
     assert [(answer.group, answer.verdict) for answer in of(turned, AnswerLease)] == [(2, "granted")]
 
 
