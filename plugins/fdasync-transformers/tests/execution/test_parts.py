@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import gc
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,8 @@ from step_driver import Driver
 from written import write_tiny_checkpoint
 
 from fdasync.errors import RunnerError
+from fdasync.events.actions import Chunk
+from fdasync.gpu import packed_copy
 
 if TYPE_CHECKING:
     from fdasync_transformers.execution.parts.step_part import StepWork, Tensors
@@ -116,15 +120,111 @@ async def test_a_part_that_fails_fails_its_step_and_gives_everything_back(
     assert (services.events.outstanding, services.pinned.outstanding, services.port.lost) == ({}, {}, 0)
 
 
+async def test_results_live_until_the_device_is_done_with_them_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy on the other stream may still read them."""
+    driver = await opened(tmp_path, monkeypatch, Doubled("one", []))
+    executor: Any = driver.runner.bound.executor
+    fetched: list[weakref.ref[Any]] = []
+    fetch, completion = packed_copy.fetch, executor._services.port.completion
+
+    def keeps(results: Any, *args: Any) -> Any:
+        fetched[:] = [weakref.ref(value) for value in results.values()]
+        return fetch(results, *args)
+
+    def completes(*args: Any, on_done: Any, **kwargs: Any) -> Any:
+        def done() -> Any:
+            gc.collect()
+            lived.append(all(one() is not None for one in fetched))
+            return on_done()
+
+        return completion(*args, on_done=done, **kwargs)
+
+    lived: list[bool] = []
+    monkeypatch.setattr(packed_copy, "fetch", keeps)
+    monkeypatch.setattr(executor._services.port, "completion", completes)
+    one = driver.sequence([5, 6, 7], 1)
+    output = await driver.step(starts=[driver.start(one)], chunks=[Chunk(one.key, 3, True)])
+    assert len(output.tokens) == 1
+    assert lived == [True]
+    assert len(fetched) >= 4
+    gc.collect()
+    assert [one() for one in fetched if one() is not None] == []
+    await driver.close()
+
+
+class Late(Doubled):
+    """Not ready until `ready` is set."""
+
+    ready = False
+
+    def is_ready(self, plan: int) -> bool:
+        return self.ready
+
+
+async def test_a_part_that_is_not_ready_waits_for_the_step_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    late = Late("late", log)
+    driver = await opened(tmp_path, monkeypatch, late)
+    executor: Any = driver.runner.bound.executor
+    late.ready = True
+    one = driver.sequence([5, 6, 7], 3)
+    first = driver.launch(starts=[driver.start(one)], chunks=[Chunk(one.key, 3, True)])
+    one.tokens.append(0)
+    late.ready = False
+    log.clear()
+    streams = executor._services.streams
+    for name in ("record", "wait"):
+        monkeypatch.setattr(streams, name, lambda stream, _event, name=name: log.append(f"{name} {stream}"))
+    second = driver.launch(appends=driver.append(one))
+    # its pass is queued, and nothing behind it; buffers of that come back behind both streams
+    assert log == ["late plan", "late before", "late passed", "record compute", "wait results", "record results"]
+    late.ready = True
+    await first
+    await second
+    assert [turn for turn in log[6:] if turn.startswith("late")] == ["late read", "late after", "late read"]
+    await driver.close()
+
+
+async def test_a_part_of_the_first_step_has_none_to_wait_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = await opened(tmp_path, monkeypatch, Late("late", []))
+    with pytest.raises(RunnerError, match="a part of the first step is not ready"):
+        await driver.run([driver.sequence([5, 6, 7], 2)])
+    with pytest.raises(RunnerError, match="nothing more after a failure"):
+        await driver.step()
+    await driver.close()
+
+
+async def test_a_part_may_want_a_pass_by_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wants(Doubled):
+        def plan(self, work: StepWork) -> PartWork[int] | None:
+            work.by_operations = self.wants
+            ways.append(work)
+            return None
+
+        wants = False
+
+    ways: list[StepWork] = []
+    part = Wants("wants", [])
+    driver = await opened(tmp_path, monkeypatch, part)
+    executor: Any = driver.runner.bound.executor
+    with executor._services.streams.on("compute"):
+        executor.capture_mixed((16,), 4)
+    for part.wants in (False, True):
+        await driver.run([driver.sequence([5, 6, 7], 1)])
+    assert [work.way for work in ways if work.total] == ["tiles", "both"]
+    await driver.close()
+
+
 def test_the_executor_knows_no_part_by_its_name() -> None:
     for name in ("device_executor", "passes", "flights", "copies"):
-        tree = ast.parse((SRC / f"{name}.py").read_text())
-        imported = {
-            node.module.rpartition(".")[2]
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and node.module
-        }
-        assert not imported & PARTS, name
+        nodes = list(ast.walk(ast.parse((SRC / f"{name}.py").read_text())))
+        words = {alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+        words |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+        assert not {word.rpartition(".")[2] for word in words} & PARTS, name
 
 
 async def test_parts_have_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

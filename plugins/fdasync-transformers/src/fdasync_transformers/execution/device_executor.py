@@ -153,13 +153,16 @@ class DeviceExecutor(Executor):
         work = self._begin(step)
         if work.is_ready:
             return self._end(work, self.passes.kind(work))
+        before = self._flights.last
+        if before is None:
+            self._abandon(work)
+            raise InvariantBroken("a part of the first step is not ready, and waits for none before it")
         # the buffers come back with what is queued; the second part has its own
         self._pass_on(work.holds)
         self._completion(work.holds, ("forward", work.total), lambda: None).add_done_callback(_seen)
         work.holds = []
         self._unsampled = (work, future)
-        assert self._flights.last is not None
-        self._flights.last.add_done_callback(self._resume)
+        before.add_done_callback(self._resume)
         return None
 
     def _resume(self, before: asyncio.Future[Any]) -> None:

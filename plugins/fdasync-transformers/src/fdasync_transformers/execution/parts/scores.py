@@ -37,7 +37,7 @@ class Scores(StepPart[ScorePlan]):
         plan = plan_scores(scored_runs(work.batch, self._bound.table))
         if plan is None:
             return None
-        work.by_operations, work.keeps_hidden = True, self._leads
+        work.by_operations, work.keeps_hidden = True, work.keeps_hidden or self._leads
         return PartWork(self, plan, plan.arrays) if self._leads else None
 
     def passed(self, work: StepWork, own: PartWork[ScorePlan]) -> Tensors:

@@ -4,14 +4,20 @@ drafts, recurrent states, what ranks tell each other.
 `device_executor.py` plays each step in five turns, and asks all parts in each of them:
 
 1. plan: on the host; the arrays that ride on the step's one copy to the device.
-2. before: work in front of the model's pass is queued.
-3. passed: likewise right behind the pass, while what it has left inside the model is still there.
-4. after: likewise behind that, once the part is ready; what a step samples is known here, as tensors.
+2. before: in front of the model's pass.
+3. passed: right behind the pass, while what it has left inside the model is still there.
+4. after: once the part is ready. Behind `samples` and `ranks` a part finds the samples here, as tensors.
 5. read: the device is done, and results are on the host. In the reverse order of parts.
+
+In turns 2 to 4 a part queues work on the current stream, and waits for nothing. What it returns there goes to the host:
+tensors of its own, of a dtype that numpy has. Logits of a pass are the graph's that replayed it, and drafts of the
+model's own layers replay graphs of the same memory: a part that reads logits stands in front of them, and returns no
+view of them.
 
 A part keeps what it has of a step in its `PartWork`; one that has nothing to do in a step makes none. What parts tell
 each other of a step is written in `StepWork`, and nowhere else. A new part is a module beside this one and a line in
-`make.py`.
+`make.py`, which gives it the runner's memory (`executor.Bound`) and says on which ranks of a group it is. A number of
+each token that requests shall get is better an aux datum (docs/write-a-runner.md): it then follows the token's block.
 """
 
 from __future__ import annotations
@@ -71,21 +77,23 @@ class Accepted(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class StepWork:
-    """A step on its way, and what its parts tell each other. The part that writes an attribute comes before the parts
-    that read it.
+    """A step on its way, and what its parts tell each other. An attribute is read by later parts of the turn in which
+    one writes it, and in later turns.
 
     Attributes:
         step, batch: as the scheduler asks for it, and as it is planned.
-        rows: int64 [R], rows of the step whose logits are sampled from.
+        rows: int64 [R], rows of the step whose logits are sampled from. With drafts some are padding, or samples that
+            do not stand; `settled` tells.
         drafted: where steps may have drafts: how the rows of `batch` were planned.
         by_operations: no graph may replay it.
-        keeps_hidden: `passed` reads the hidden states of the pass.
+        keeps_hidden: `Head.hidden` has the hidden states of the pass in `passed`; with `by_operations` alone.
         way: how its tokens attend.
         sent: the arrays of the passes (`batch_arrays`), on the device.
-        noise: float64 [J, 4] on the device, numbers of the samples' jobs, with the noise that a draft's row gets.
+        noise: float64 [J, 4] on the device, numbers of the samples' jobs; the second is the noise, which drafts set.
         placed: where the decodes are; None: it has no drafts, or samples nothing.
         spans: the plan of recurrent states for the pass; `state_plan` likewise for graphs.
-        passed: what the pass computed; None: there is none.
+        passed: what the pass computed; its logits are of `rows`, and wider than the vocabulary (`Bound.trim`). None:
+            there is no pass.
         staged: rows of aux data on the device, by the name of their spec.
         masks: of grammars, on the device.
         tokens: int64 or int32 [R] on the device, the samples; None: there are none.
