@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from unittest.mock import Mock
 
 import pytest
 from fdasync_fleet.router.instances import InstanceHandle
@@ -323,6 +324,26 @@ async def test_an_update_in_parts_that_is_left_alone_is_abandoned_under_its_clai
     await settle(30.0)
     # with that the claim ends at the instance, and no sooner
     assert told == ["claim", "begin_update", "abandon_update"]
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_a_defect_in_an_update_fails_the_router(in_parts, monkeypatch):
+    """Its callers are told that the router is closed, or the defect, and it is not lost."""
+
+    async def play() -> None:
+        async with scene("m0", "m1") as made:
+            wrong = TypeError("a defect")
+            monkeypatch.setattr(made.router.commands, "_agree", Mock(side_effect=wrong))
+            if in_parts:
+                await made.router.begin_weight_update()
+                await made.router.update_weights(None, part())
+            ended = made.router.end_weight_update() if in_parts else made.router.update_weights(1, "/w")
+            with pytest.raises(EngineClosed if in_parts else TypeError):
+                await ended
+            await settle()
+            assert made.router.failure is wrong
+
+    run_sim(play())
 
 
 @in_scene("m0", "m1")

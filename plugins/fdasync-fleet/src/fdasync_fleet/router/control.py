@@ -144,6 +144,7 @@ class ControlPlane:
         self._links = links
         self._config = config
         self._remove = remove
+        self._on_failure = on_failure
         self._loop = asyncio.get_running_loop()
         self._next = 0
         self._waiting: dict[int, tuple[InstanceHandle, asyncio.Future[Reply]]] = {}
@@ -600,9 +601,10 @@ class ControlPlane:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         # the error is for the caller; a cancelled caller may never read it: this marks it as read
+        error = None if task.cancelled() else task.exception()
         if not task.cancelled():
-            failed = task.exception() is not None
             # one that waits for other weights may have been claimed, and not asked
+            failed = error is not None
             self._say_to([one for one in self._table.up() if failed or one.behind], verb(Verbs.release))
         if self._parts is not None:
             # cancelled before its first step
@@ -613,6 +615,8 @@ class ControlPlane:
         if held and not self._closed:
             self.agreement.held = False
             self.agreement.judge_all()
+        if isinstance(error, Exception) and not isinstance(error, FdasyncError):
+            self._on_failure(error)
 
     async def _play(self, command: Any) -> None:
         restart = name_of(command) == "update_weights"
