@@ -20,9 +20,9 @@ from fdasync_transformers.execution.device_executor import DeviceExecutor
 from fdasync_transformers.execution.device_step import DeviceStepModel
 from fdasync_transformers.execution.executor import Bound
 from fdasync_transformers.execution.gpu_services import make_services
+from fdasync_transformers.execution.parts.lane_matchers import LaneMatchers
 from fdasync_transformers.execution.states.plan import plan_size
 from fdasync_transformers.model.kv import KVPool
-from fdasync_transformers.sampling.lane_matchers import LaneMatchers
 
 from benchmarks.gpu.floor import bytes_of, distinct
 from fdasync.cache.aux_arena import AuxArena

@@ -149,6 +149,7 @@ class PeerVerbs(Verbs):
         await self._engine.resume()
 
     async def sleep(self, level: int, mode: SleepMode, tags: tuple[WakeTag, ...]) -> None:
+        # words that the message has checked
         await self._engine.sleep(level, mode, tags=tags or None)  # type: ignore[arg-type]
 
     async def wake(self, tags: tuple[WakeTag, ...] = ()) -> None:

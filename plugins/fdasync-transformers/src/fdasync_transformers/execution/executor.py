@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from fdasync.runner.base import CopyOutput, StepOutput
     from fdasync.runner.input_batch import InputBatch
     from fdasync_transformers.capture.aux_data import AuxData
+    from fdasync_transformers.execution.parts.lane_matchers import LaneMatchers
     from fdasync_transformers.model.kv import KVPool
     from fdasync_transformers.parallel.collectives import Collectives
-    from fdasync_transformers.sampling.lane_matchers import LaneMatchers
 
 _NARROW = (torch.bfloat16, torch.float16)
 

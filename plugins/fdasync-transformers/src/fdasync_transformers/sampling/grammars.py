@@ -2,7 +2,7 @@
 
 llguidance reads the grammars and makes the masks: it compiles as it goes, and needs no torch. `Grammars` compiles,
 `Matcher` follows one answer. All of it is the host's; `math.py` applies the masks. Knows no model, no logits and no
-steps. Called by `opened_runner.py`, `grammar_process.py` and `sampling/lane_matchers.py`.
+steps. Called by `opened_runner.py`, `grammar_process.py` and `execution/parts/lane_matchers.py`.
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ from fdasync_transformers.execution.executor import Bound, Executor
 from fdasync_transformers.execution.gpu_services import make_services
 from fdasync_transformers.execution.graphs import decode_rows, ladder
 from fdasync_transformers.execution.host_executor import HostExecutor
+from fdasync_transformers.execution.parts.lane_matchers import LaneMatchers
 from fdasync_transformers.execution.passes import lone_sizes
 from fdasync_transformers.execution.states.plan import plan_size
 from fdasync_transformers.model.kv import KVPool
 from fdasync_transformers.model.recurrent.states import versions_of
-from fdasync_transformers.sampling.lane_matchers import LaneMatchers
 from fdasync_transformers.start.opened_runner import OpenedRunner, current
 from fdasync_transformers.start.runner_config import graph_tokens
 

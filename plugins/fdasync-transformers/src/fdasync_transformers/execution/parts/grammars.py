@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fdasync.gpu import packed_copy as packed
+from fdasync_transformers.execution.parts.lane_matchers import StepMatchers
 from fdasync_transformers.execution.parts.step_part import PartWork, StepPart
-from fdasync_transformers.sampling.lane_matchers import StepMatchers
 from fdasync_transformers.sampling.plan import MASKS
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from fdasync.runner.base import StepOutput
     from fdasync_transformers.execution.gpu_services import GpuServices
+    from fdasync_transformers.execution.parts.lane_matchers import LaneMatchers
     from fdasync_transformers.execution.parts.step_part import StepWork, Tensors
-    from fdasync_transformers.sampling.lane_matchers import LaneMatchers
 
 
 class Grammars(StepPart[StepMatchers]):
