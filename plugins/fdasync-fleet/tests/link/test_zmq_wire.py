@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+import zmq
 from fdasync_fleet.link.links import Links
 from fdasync_fleet.link.zmq_wire import ZmqWire
 from fdasync_fleet.testing.patience import LINKS
@@ -395,6 +397,23 @@ async def main():
 
 uvloop.run(main())
 """
+
+
+async def test_a_signal_does_not_interrupt_the_end_of_a_context(monkeypatch):
+    """pyzmq gives one up whose end was interrupted: its threads and descriptors would stay."""
+    links = Links(ZmqWire(), Owner("one"), LINKS)
+    links.listen("tcp://127.0.0.1:0")
+    masks, term = [], zmq.Context.term
+
+    def terms(context):
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        term(context)
+
+    monkeypatch.setattr(zmq.Context, "term", terms)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    await links.aclose()
+    assert [signal.SIGCHLD in mask for mask in masks] == [True]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
 @pytest.mark.ci

@@ -16,6 +16,7 @@ import contextlib
 import errno
 import os
 import resource
+import signal
 from typing import TYPE_CHECKING
 
 import zmq
@@ -398,7 +399,12 @@ class ZmqWire(Wire):
         if self._retry is not None:
             self._retry.cancel()
         if self._context is not None:
-            self._context.term()  # blocking: joins ZMQ's threads, milliseconds: nothing lingers but a Bye, 50 ms
+            # a signal (a child's end, on uvloop) would interrupt it, and pyzmq gives a context up that was interrupted
+            masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            try:
+                self._context.term()  # blocking: joins ZMQ's threads, milliseconds: nothing lingers but a Bye, 50 ms
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, masked)
 
     # -- reading ------------------------------------------------------------------------------
 
