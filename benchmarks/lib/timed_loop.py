@@ -34,17 +34,17 @@ class TimedLoop(uvloop.Loop):
     def reset(self) -> None:
         self.longest_s, self.longest, self.spent_s, self.callbacks = 0.0, "", 0.0, 0
 
-    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]  # typed
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]  # looser
         return super().call_soon(self._timed, callback, *args, context=context)
 
-    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]  # typed
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]  # looser
         # uvloop's `call_at` calls this too
         return super().call_later(delay, self._timed, callback, *args, context=context)
 
-    def add_reader(self, fd: Any, callback: Any, *args: Any) -> Any:  # type: ignore[override]  # typed
+    def add_reader(self, fd: Any, callback: Any, *args: Any) -> Any:  # type: ignore[override]  # looser
         return super().add_reader(fd, self._timed, callback, *args)
 
-    def add_writer(self, fd: Any, callback: Any, *args: Any) -> Any:  # type: ignore[override]  # typed
+    def add_writer(self, fd: Any, callback: Any, *args: Any) -> Any:  # type: ignore[override]  # looser
         return super().add_writer(fd, self._timed, callback, *args)
 
     def _timed(self, callback: Callable[..., Any], *args: Any) -> None:

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from fdasync.stats import SchedulerStats
 
 _NEVER = float("inf")
-# events that no plan depends on, unless an attachment hears of them: a turn of them alone changes none. RequestEnded is
-# none of them: a turn may end a request behind the plans that could have used its blocks, and the next turn makes them
+# a turn of these alone plans nothing, unless an attachment hears of one. RequestEnded always plans: a turn may end a
+# request behind the plans that could have used its blocks
 _UNPLANNED = (Notice, WeightsRelabelled)
 
 

@@ -5,6 +5,7 @@ Used by `stores/suite.py`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -106,8 +107,8 @@ class LimitTests(StoreHooks):
             }
             for what, parts in wrong.items():
                 item = Item(on.key("bad"), parts)
-                await self._refused(on, lambda item=item: on.store.put([item]), what)  # type: ignore[misc]  # default
-                await self._refused(on, lambda item=item: on.store.get_into([item]), what)  # type: ignore[misc]  # default
+                await self._refused(on, partial(on.store.put, [item]), what)
+                await self._refused(on, partial(on.store.get_into, [item]), what)
             equal(await on.exists([on.key("bad")]), 0, "exists_prefix of a key of calls that were refused")
             await on.assert_holds(on.key("good"), b"good")
 
@@ -117,7 +118,7 @@ class LimitTests(StoreHooks):
             await on.keep(on.key("good"), b"good")
             good = Item(on.key("new"), (on.part(10),))
             for bad in (Item("no key", (on.part(10),)), Item(on.key("bad"), ())):
-                await self._refused(on, lambda bad=bad: on.store.put([good, bad]), "an item")  # type: ignore[misc]  # default
+                await self._refused(on, partial(on.store.put, [good, bad]), "an item")
             equal(await on.exists([good.key]), 0, "exists_prefix of the good item of a put that was refused")
             await self._refused(on, lambda: on.store.delete([on.key("good"), "no key"]), "a key")
             await on.assert_holds(on.key("good"), b"good")

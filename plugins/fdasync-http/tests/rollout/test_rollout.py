@@ -84,6 +84,8 @@ async def test_samples_come_in_the_order_in_which_they_end(kind, scene_of, tmp_p
                     await let
                     scene.steps.release()
         assert list(found) == [1, 2, 3, 0]
+        # and it ends behind its file
+        await until(lambda: not scene.generator.load().live)
         result = await scene.generator.complete(PROMPT, SamplingParams.from_mapping(GROUP), start=1)
         for sample in result.samples:
             check_sample(sample, PROMPT, SamplingParams.from_mapping(GROUP), scene.oracle, start=1)

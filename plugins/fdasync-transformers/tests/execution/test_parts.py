@@ -70,6 +70,7 @@ class Doubled(StepPart[int]):
     def read(self, work: StepWork, own: PartWork[int], fetched: Any, output: Any) -> Any:
         self.turn("read")
         assert own.plan == work.step.step_id
+        # in host memory
         self.found.append([*fetched["doubled"].tolist(), *fetched["tokens"].tolist()])
         return output
 

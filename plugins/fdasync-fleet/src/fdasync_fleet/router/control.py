@@ -604,8 +604,7 @@ class ControlPlane:
         error = None if task.cancelled() else task.exception()
         if not task.cancelled():
             # one that waits for other weights may have been claimed, and not asked
-            failed = error is not None
-            self._say_to([one for one in self._table.up() if failed or one.behind], verb(Verbs.release))
+            self._say_to([one for one in self._table.up() if error or one.behind], verb(Verbs.release))
         if self._parts is not None:
             # cancelled before its first step
             self._parts.end(EngineClosed("closed"))

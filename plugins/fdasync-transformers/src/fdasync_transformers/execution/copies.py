@@ -37,7 +37,7 @@ class DeviceCopies:
             if states is not None and bound.snapshots is not None:
                 places, part = states.places, bound.snapshot_part
                 self._snapshots = BlockCopies(places, bound.snapshots, streams, events, port, part)
-        except BaseException:
+        except BaseException:  # raised again: nobody else has the pinned pages
             self.unpin()
             raise
 

@@ -1,10 +1,10 @@
 """Steps and copies on a GPU: `launch` queues work and returns; completions become futures.
 
-A step is three stretches of device work. On the stream `compute`: its arrays are sent, the model runs (a graph replay
-for decodes), and the parts of the step (`parts/`) queue what comes before and behind: rows are staged, tokens are
-sampled and written to where the next step reads them. On the stream `results`: what the host is to read goes to held
-page-locked memory. Then an event: the completion port makes a future of it, whose callback has the parts read. So a
-step may be launched while the step before it runs, and nothing here waits for the device.
+A step is three stretches of device work. On the stream `compute`: its arrays are sent, and the model runs (a graph
+replay for decodes). The parts of the step (`parts/`) queue their work in front of the model's and behind it: they stage
+rows, sample tokens, and write these to where the next step reads them. On the stream `results`: what the host is to
+read goes to held page-locked memory. Then an event: the completion port makes a future of it, whose callback has the
+parts read. So a step may be launched while the step before it runs, and nothing here waits for the device.
 
 A part may not be ready for what follows the pass: a mask of a grammar depends on the sequence's last token. If that
 token is still on the device, the step is queued in two parts: the model at once, and the rest when the step before has

@@ -48,7 +48,7 @@ class ModelMemory:
         """Bytes on a device that torch does not know of."""
         return 0
 
-    def maker(self, model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    def maker(self, model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor] | None:  # noqa: ARG002 - as below
         """What makes memory for each of the model's tensors, which are on the meta device; None: torch does."""
         return None
 
@@ -102,7 +102,7 @@ class DeviceMemory(ModelMemory):
         self._mapped.append(MappedMemory.create(self._driver, self.device, nbytes))
         return self._mapped[-1].tensor()
 
-    def sleep(self, model: PreTrainedModel, pool: KVPool, states: States | None) -> Sleep:
+    def sleep(self, model: PreTrainedModel, pool: KVPool, states: States | None) -> Sleep:  # noqa: ARG002 - in `blocks`
         self._copies.append(HostCopy(self._driver, self._mapped[0].nbytes))
         return DeviceSleep(model, pool, self.device, self._mapped, self._copies[-1])
 
@@ -180,7 +180,7 @@ class HostSleep(Sleep):
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-    def _release_weights(self, *, keep: bool, again: bool) -> None:
+    def _release_weights(self, *, keep: bool, again: bool) -> None:  # noqa: ARG002 - the contract's
         if not keep:
             storages = [tensor.untyped_storage() for tensor in (*self._model.parameters(), *self._model.buffers())]
             # several tensors may lie in one

@@ -42,6 +42,7 @@ class Ranks(StepPart[None]):
         return {"told": told}
 
     def read(self, work: StepWork, own: PartWork[None], fetched: Mapping[str, Any], output: StepOutput) -> StepOutput:
+        # in host memory, as all that was fetched
         tokens = self._ends.read(fetched["told"], output.step_id, len(work.batch.sampled))
         if work.settled is not None:
             tokens = tokens[work.settled.samples]

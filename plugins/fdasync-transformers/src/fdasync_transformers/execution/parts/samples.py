@@ -53,6 +53,7 @@ class Samples(StepPart[SamplePlan]):
         return PartWork(self, plan, plan.arrays)
 
     def _plan(self, lanes: Any, positions: Any, undrawn: int = 0) -> SamplePlan:
+        # in host memory
         samplers = self._bound.table.samplers
         specs = [spec for lane in lanes.tolist() if (spec := samplers[lane]) is not None]
         return plan_samples(specs, positions, lanes, undrawn=undrawn)
@@ -72,6 +73,7 @@ class Samples(StepPart[SamplePlan]):
         self, work: StepWork, own: PartWork[SamplePlan], fetched: Mapping[str, Any], output: StepOutput
     ) -> StepOutput:
         chosen = None if work.settled is None else work.settled.samples
+        # in host memory, as all that was fetched
         work.sampled = fetched["tokens"].tolist()
         samples = read_samples(own.plan, fetched, chosen).step_output(output.step_id)
         return msgspec.structs.replace(
