@@ -195,8 +195,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "fdasync_transformers.parallel": (
             "fdasync.gpu.peers", "fdasync.gpu.nccl", "fdasync.ipc.exchange", "fdasync.runner.shares",
-            "fdasync_kernels.collectives.*", "fdasync_kernels.linear.*",
-            "fdasync_transformers.model.*",
+            "fdasync_kernels.collectives.*", "fdasync_kernels.digest", "fdasync_kernels.linear.*",
+            "fdasync_kernels.step_kernels", "fdasync_transformers.model.*",
         ),
     },
     {

@@ -16,9 +16,9 @@ import numpy as np
 from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.capture.aux_data import AuxData
 from fdasync_transformers.capture.routing import RoutingCapture
-from fdasync_transformers.execution.device_executor import DeviceExecutor
+from fdasync_transformers.execution.bound import Bound
 from fdasync_transformers.execution.device_step import DeviceStepModel
-from fdasync_transformers.execution.executor import Bound
+from fdasync_transformers.execution.executor import Executor
 from fdasync_transformers.execution.gpu_services import make_services
 from fdasync_transformers.execution.parts.lane_matchers import LaneMatchers
 from fdasync_transformers.execution.states.plan import plan_size
@@ -85,7 +85,7 @@ class Arm:
             logits_dtype="float32",
         )
         self.select()
-        self.executor = DeviceExecutor(self._step_model, bound, rig.services)
+        self.executor = Executor(self._step_model, bound, rig.services)
         if rig.device.type == "cuda":
             self.executor.capture_graphs(scale.sizes)
 

@@ -174,14 +174,16 @@ class LentRows:
         self._rows.pop(key, None)
 
     def runs(self, batch: Batch, table: InputBatch) -> list[LentRun]:
-        """The runs of a step, after `table.plan`. Raises InvariantBroken for a sequence that wants rows, and was lent
-        none."""
+        """The runs of a step, after `table.plan`; a lane of -1 is padding.
+
+        Raises InvariantBroken for a sequence that wants rows, and was lent none.
+        """
         runs = []
         firsts = (np.cumsum(batch.counts) - batch.counts).tolist()
         for number, (lane, position, count) in enumerate(
             zip(batch.lanes.tolist(), batch.starts.tolist(), batch.counts.tolist(), strict=True)
         ):
-            spec = table.samplers[lane]
+            spec = None if lane < 0 else table.samplers[lane]
             if spec is None or spec.chosen_from < 0:
                 continue
             rows = self._rows.get(table.keys[lane])

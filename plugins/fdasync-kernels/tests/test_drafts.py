@@ -8,6 +8,7 @@ import torch
 from fdasync_kernels.drafts import RUN_COLUMNS, accept_drafts, place_drafts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_kernels_here import both
 
 from fdasync.errors import BadInput
 from fdasync.runner.drafts import Path, follow
@@ -42,9 +43,10 @@ def steps(draw):
 
 
 @pytest.mark.ci
+@both
 @settings(max_examples=60, deadline=None)
 @given(step=steps())
-def test_rows_and_runs_are_what_the_host_would_make(step):
+def test_rows_and_runs_are_what_the_host_would_make(kernels, step):
     most_rows, sequences = step
     rng = np.random.default_rng(1)
     known = rng.integers(0, VOCAB, (LANES, MAX_TOKENS + 3)).astype(np.int32)
@@ -69,7 +71,7 @@ def test_rows_and_runs_are_what_the_host_would_make(step):
     row_lanes, row_starts = sent([-7] * (rows + 1), torch.int32), sent([-7] * (rows + 1), torch.int64)
     row_counts = sent([-7] * (rows + 1), torch.int32)
     floats = torch.full((rows + 1, 4), -7.0, dtype=torch.float64, device=here())
-    starts, used = place_drafts(
+    starts, used = kernels.place_drafts(
         table[: len(runs)], sent(paths, torch.int32), on_device, tokens, VOCAB, most_rows, row_lanes, row_starts,
         row_counts, torch.from_numpy(noise).to(here()), floats,
     )  # fmt: skip
@@ -102,19 +104,21 @@ def test_rows_and_runs_are_what_the_host_would_make(step):
     for lane in ended:
         lengths[lane] = 6
         known[lane, 6] = 11
-    stands = accept_drafts(table, sent(samples, torch.int64), starts, used, on_device, tokens, most_rows)
+    stands = kernels.accept_drafts(table, sent(samples, torch.int64), starts, used, on_device, tokens, most_rows)
     assert stands.tolist() == counts + [1] * len(ended)
     assert on_device.tolist() == lengths.tolist()
     assert np.array_equal(tokens.cpu().numpy(), known[:, :MAX_TOKENS])
 
 
-def test_a_sequence_on_no_lane_is_padding():
+@both
+def test_a_sequence_on_no_lane_is_padding(kernels):
     lengths, tokens = sent([3, 3], torch.int32), sent([[1] * 8] * 2, torch.int32)
     for lane in (-1, 2):
         runs = sent([[lane, 0, 2, -1, 8, 0, 1, 4, 1, 0]], torch.int64)
         row_lanes, row_starts = sent([5, 5], torch.int32), sent([5, 5], torch.int64)
-        starts, used = place_drafts(runs, sent([2], torch.int32), lengths, tokens, VOCAB, 2, row_lanes, row_starts)
-        counts = accept_drafts(runs, sent([2, 2], torch.int64), starts, used, lengths, tokens, 2)
+        paths = sent([2], torch.int32)
+        starts, used = kernels.place_drafts(runs, paths, lengths, tokens, VOCAB, 2, row_lanes, row_starts)
+        counts = kernels.accept_drafts(runs, sent([2, 2], torch.int64), starts, used, lengths, tokens, 2)
         assert (row_lanes.tolist(), row_starts.tolist(), counts.tolist()) == ([-1, -1], [0, 0], [0])
     assert lengths.tolist() == [3, 3]
     assert (tokens == 1).all()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import triton
-from fdasync_kernels.collectives.digest import PARTS, digest_rows
 from fdasync_kernels.collectives.gather import gather
 from fdasync_kernels.collectives.peer_memory import Group, PeerMemory
+from fdasync_kernels.digest import PARTS, digest_rows
+from fdasync_kernels.step_kernels import StepKernels
+from step_kernels_here import both
 
 from fdasync.errors import BadInput
 
@@ -45,15 +49,17 @@ def test_messages_that_cannot_be_gathered_are_refused() -> None:
             gather(bad, peer)
 
 
-def digest(rows: torch.Tensor | None, salt: int = 0) -> list[int]:
+def digest_of(rows: torch.Tensor | None, salt: int = 0, *, kernels: StepKernels | None = None) -> list[int]:
     out = torch.empty(PARTS, dtype=torch.int32, device=None if rows is None else rows.device)
-    digest_rows(rows, out, salt)
+    (kernels or StepKernels()).digest_rows(rows, out, salt)
     return list(out.tolist())
 
 
 @pytest.mark.ci
 @needs_interpreter
-def test_digests_differ_where_a_byte_does() -> None:
+@both
+def test_digests_differ_where_a_byte_does(kernels: StepKernels) -> None:
+    digest = partial(digest_of, kernels=kernels)
     rows = torch.arange(300 * 48 * 8).view(300, 48, 8).to(torch.uint8)
     assert digest(rows) == digest(rows.clone())
     assert digest(rows) != digest(rows, 1)
@@ -74,7 +80,7 @@ def test_digests_differ_where_a_byte_does() -> None:
 
 def test_rows_that_have_no_digest_are_refused() -> None:
     with pytest.raises(BadInput, match="strides"):
-        digest(torch.zeros(4, 4).t())
+        digest_of(torch.zeros(4, 4).t())
     # offsets behind the last tile would have more than 31 bits
     for nbytes in ((1 << 31) - 65536, (1 << 31) - 1, 1 << 31):
         with pytest.raises(BadInput, match=r"limit: 2147418111\)"):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from fdasync_kernels.layout import scatter_updates, step_layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_kernels_here import both
 
 from fdasync.errors import BadInput
+
+if TYPE_CHECKING:
+    from fdasync_kernels.step_kernels import StepKernels
 
 
 def here() -> torch.device:
@@ -35,11 +40,13 @@ class Tables:
         return position, int(self.tokens[lane, position]), slot
 
 
-def lay(tables: Tables, sequences: list[tuple[int, int, int]], rows: int) -> list[tuple[int, int, int]]:
+def lay(
+    kernels: StepKernels, tables: Tables, sequences: list[tuple[int, int, int]], rows: int
+) -> list[tuple[int, int, int]]:
     """Run the kernel for (lane, start, count) each and `rows` rows; what it wrote, a row each."""
     firsts = [0, *accumulate(count for _, _, count in sequences)]
     outs = [torch.full((rows + 1,), -77, dtype=torch.int64, device=here()) for _ in range(3)]
-    step_layout(
+    kernels.step_layout(
         torch.tensor([lane for lane, _, _ in sequences], dtype=torch.int32, device=here()),
         torch.tensor([start for _, start, _ in sequences], dtype=torch.int64, device=here()),
         torch.tensor(firsts, dtype=torch.int32, device=here()),
@@ -60,9 +67,10 @@ def expected(tables: Tables, sequences: list[tuple[int, int, int]], rows: int) -
 
 
 @pytest.mark.ci
+@both
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_every_row_is_where_its_sequence_says(data):
+def test_every_row_is_where_its_sequence_says(kernels, data):
     block_tokens = data.draw(st.sampled_from([1, 4, 16, 24]), label="block tokens")
     tables = Tables(6, 8, block_tokens)
     sequences: list[tuple[int, int, int]] = []
@@ -73,61 +81,67 @@ def test_every_row_is_where_its_sequence_says(data):
         sequences.append((lane, start, data.draw(st.integers(0, min(20, tables.max_tokens - start)))))
     padding = data.draw(st.integers(0, 70), label="padding")
     rows = max(1, sum(count for _, _, count in sequences) + padding)
-    assert lay(tables, sequences, rows) == expected(tables, sequences, rows)
+    assert lay(kernels, tables, sequences, rows) == expected(tables, sequences, rows)
 
 
+@both
 @pytest.mark.parametrize("sequences", [255, 256, 257])
-def test_a_token_each_for_many_sequences(sequences):
+def test_a_token_each_for_many_sequences(kernels, sequences):
     tables = Tables(300, 4, 16)
     wanted = [(number, number % 64, 1) for number in range(sequences)]
-    assert lay(tables, wanted, 256) == expected(tables, wanted, 256)
+    assert lay(kernels, tables, wanted, 256) == expected(tables, wanted, 256)
 
 
-def test_one_long_sequence():
+@both
+def test_one_long_sequence(kernels):
     tables = Tables(2, 600, 16)
-    assert lay(tables, [(1, 1000, 8192)], 8192) == expected(tables, [(1, 1000, 8192)], 8192)
+    assert lay(kernels, tables, [(1, 1000, 8192)], 8192) == expected(tables, [(1, 1000, 8192)], 8192)
 
 
-def test_padding_sequences_at_the_end_own_nothing():
+@both
+def test_padding_sequences_at_the_end_own_nothing(kernels):
     tables = Tables(3, 4, 4)
     sequences = [(2, 3, 5), (0, 0, 1), (-1, 0, 0), (-1, 0, 0)]
-    assert lay(tables, sequences, 9) == expected(tables, sequences, 9)
-    assert lay(tables, [(-1, 0, 0)] * 4, 3) == [(0, 0, -1)] * 3
+    assert lay(kernels, tables, sequences, 9) == expected(tables, sequences, 9)
+    assert lay(kernels, tables, [(-1, 0, 0)] * 4, 3) == [(0, 0, -1)] * 3
 
 
-def test_a_position_or_lane_that_no_table_holds_reads_nothing():
+@both
+def test_a_position_or_lane_that_no_table_holds_reads_nothing(kernels):
     tables = Tables(3, 4, 4)
-    assert lay(tables, [(1, 14, 4)], 4) == [tables.row(1, 14), tables.row(1, 15), (0, 0, -1), (0, 0, -1)]
+    assert lay(kernels, tables, [(1, 14, 4)], 4) == [tables.row(1, 14), tables.row(1, 15), (0, 0, -1), (0, 0, -1)]
     blocks, tokens = tables.args
     tables.args = (blocks, tokens[:, :15])
-    assert lay(tables, [(1, 14, 2)], 2) == [tables.row(1, 14), (0, 0, -1)]
+    assert lay(kernels, tables, [(1, 14, 2)], 2) == [tables.row(1, 14), (0, 0, -1)]
     tables.args = (blocks[:, :3], tokens)
-    assert lay(tables, [(1, 11, 2)], 2) == [tables.row(1, 11), (0, 0, -1)]
-    assert lay(tables, [(3, 0, 1), (0, -1, 2)], 3) == [(0, 0, -1), (0, 0, -1), tables.row(0, 0)]
+    assert lay(kernels, tables, [(1, 11, 2)], 2) == [tables.row(1, 11), (0, 0, -1)]
+    assert lay(kernels, tables, [(3, 0, 1), (0, -1, 2)], 3) == [(0, 0, -1), (0, 0, -1), tables.row(0, 0)]
 
 
+@both
 @settings(max_examples=25, deadline=None)
 @given(
     updates=st.dictionaries(st.integers(0, 299), st.integers(-(2**31), 2**31 - 1), max_size=200),
     skipped=st.lists(st.sampled_from([-1, -5, 300, 2**40]), max_size=9),
 )
-def test_updates_go_where_they_say_and_padding_nowhere(updates, skipped):
+def test_updates_go_where_they_say_and_padding_nowhere(kernels, updates, skipped):
     before = torch.arange(304, dtype=torch.int32)
     target = before.to(here())
     index = torch.tensor([*skipped, *updates, -1], dtype=torch.int64, device=here())
     value = torch.tensor([*(5 for _ in skipped), *updates.values(), 5], dtype=torch.int32, device=here())
     # what lies behind the target is not its own
-    scatter_updates(target[:300], index, value)
+    kernels.scatter_updates(target[:300], index, value)
     for cell, number in updates.items():
         before[cell] = number
     assert target.tolist() == before.tolist()
 
 
-def test_no_updates_and_no_rows():
+@both
+def test_no_updates_and_no_rows(kernels):
     nothing = torch.zeros(0, dtype=torch.int64, device=here())
-    scatter_updates(torch.zeros(3, dtype=torch.int32, device=here()), nothing, nothing.int())
+    kernels.scatter_updates(torch.zeros(3, dtype=torch.int32, device=here()), nothing, nothing.int())
     tables = Tables(1, 1, 4)
-    assert lay(tables, [(0, 0, 0)], 0) == []
+    assert lay(kernels, tables, [(0, 0, 0)], 0) == []
 
 
 def test_bad_input_is_refused():
@@ -179,7 +193,7 @@ def test_neither_rows_nor_sequences_compile_anew(device):
 
     def once(sequences: int, rows: int, shift: int) -> None:
         wanted = [(number, number, 1) for number in range(sequences)]
-        assert lay(tables, wanted, rows) == expected(tables, wanted, rows)
+        assert lay(kernels, tables, wanted, rows) == expected(tables, wanted, rows)
         cells = torch.zeros(sequences + shift, dtype=torch.int32, device=device)[shift:]
         scatter_updates(cells, torch.arange(sequences, device=device), torch.ones_like(cells))
         assert bool((cells == 1).all())

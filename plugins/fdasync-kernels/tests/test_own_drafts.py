@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from fdasync_kernels.drafts import RUN_COLUMNS, place_drafts
+from fdasync_kernels.drafts import RUN_COLUMNS
 from fdasync_kernels.own_drafts import draft_noise, draft_room, draft_rows, take_drafts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_kernels_here import both
 
 from fdasync.errors import BadInput
+
+if TYPE_CHECKING:
+    from fdasync_kernels.step_kernels import StepKernels
 
 LANES, MAX_TOKENS, MOST = 6, 20, 3
 
@@ -35,9 +39,12 @@ def sequences(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     return found
 
 
+@both
 @settings(max_examples=30, deadline=None)
 @given(drawn=sequences(), each=st.integers(1, MOST))
-def test_drafts_from_their_rows_to_the_step_that_verifies_them(drawn: list[tuple[int, int, int]], each: int) -> None:
+def test_drafts_from_their_rows_to_the_step_that_verifies_them(
+    kernels: StepKernels, drawn: list[tuple[int, int, int]], each: int
+) -> None:
     rng = np.random.default_rng(each)
     lanes = sent([lane for lane, _, _ in drawn], torch.int32)
     rooms = sent([room for _, _, room in drawn], torch.int64)
@@ -49,7 +56,7 @@ def test_drafts_from_their_rows_to_the_step_that_verifies_them(drawn: list[tuple
     # of a lane that does not draft now, what was drafted before stays
     counts = np.full(LANES, 9, np.int32)
     on_device, drafted = torch.from_numpy(lengths).to(here()), torch.from_numpy(counts.copy()).to(here())
-    draft_room(lanes, rooms, on_device, drafted, MOST, MAX_TOKENS)
+    kernels.draft_room(lanes, rooms, on_device, drafted, MOST, MAX_TOKENS)
     for lane, length, room in drawn:
         if lane >= 0:
             counts[lane] = max(0, min(MOST, room - length, MAX_TOKENS - 1 - length))
@@ -60,7 +67,7 @@ def test_drafts_from_their_rows_to_the_step_that_verifies_them(drawn: list[tuple
     first = [length - 2 for _, length, _ in drawn]
     for depth in range(MOST):
         rows = min(each, depth + 1)
-        found, starts = draft_rows(lanes, on_device, drafted, depth, rows)
+        found, starts = kernels.draft_rows(lanes, on_device, drafted, depth, rows)
         wanted = [
             (lane, length + depth - rows + 1 + number) if lane >= 0 and depth < counts[lane] else (-1, 0)
             for lane, length, _ in drawn
@@ -69,14 +76,14 @@ def test_drafts_from_their_rows_to_the_step_that_verifies_them(drawn: list[tuple
         assert list(zip(found.tolist(), starts.tolist(), strict=True)) == wanted
         floats = torch.full((len(drawn) + 1, 4), -7.0, dtype=torch.float64, device=here())
         places = sent(first, torch.int64)
-        draft_noise(lanes, torch.from_numpy(noise).to(here()), places, on_device, depth, floats)
+        kernels.draft_noise(lanes, torch.from_numpy(noise).to(here()), places, on_device, depth, floats)
         # of the position behind the row: 3 behind `first` at depth 0
         drawn_noise = [noise[number, 3 + depth] if lane >= 0 else 0.0 for number, (lane, _, _) in enumerate(drawn)]
         assert floats[:-1, 1].tolist() == drawn_noise
         assert (floats[:, [0, 2, 3]] == -7.0).all()
         assert floats[-1, 1] == -7.0
         samples = 100 + 10 * depth + np.arange(len(drawn))
-        take_drafts(lanes, on_device, drafted, depth, torch.from_numpy(samples).to(here()), tokens)
+        kernels.take_drafts(lanes, on_device, drafted, depth, torch.from_numpy(samples).to(here()), tokens)
         for number, (lane, length, _) in enumerate(drawn):
             if lane >= 0 and depth < counts[lane]:
                 known[lane, length + 1 + depth] = samples[number]
@@ -92,7 +99,7 @@ def test_drafts_from_their_rows_to_the_step_that_verifies_them(drawn: list[tuple
     drafted[::2] = drafted[::2].clamp(max=1)
     counts[::2] = counts[::2].clip(max=1)
     row_lanes, row_starts = (sent([-7] * 3 * len(live), dtype) for dtype in (torch.int32, torch.int64))
-    begun, used = place_drafts(
+    begun, used = kernels.place_drafts(
         sent(runs, torch.int64), sent([4], torch.int32), on_device, tokens, 200, MOST + 1, row_lanes, row_starts,
         drafted=drafted,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -10,8 +10,12 @@ import torch
 from fdasync_kernels.states import keep_states, shift_states
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from step_kernels_here import both
 
 from fdasync.errors import BadInput
+
+if TYPE_CHECKING:
+    from fdasync_kernels.step_kernels import StepKernels
 
 LANES, SIZE, BLOCKS, WIDTH, DEPTHS = 5, 4, 6, 5, 2
 MAX_TOKENS = SIZE * BLOCKS
@@ -60,11 +64,12 @@ def entries(runs: Any, chunks: Any, flat: bool) -> tuple[list[list[int]], list[t
 
 
 @pytest.mark.heavy("no other test of the first ring runs this kernel")
+@both
 @settings(max_examples=30, deadline=None)
 @given(step=steps())
 # a layer has nothing of the first position
 @example(step=([], [(2, 0, 1), (0, 0, 3)], False))
-def test_rows_get_the_state_before_and_the_last_ones_that_stand_stay(step: Any) -> None:
+def test_rows_get_the_state_before_and_the_last_ones_that_stand_stay(kernels: StepKernels, step: Any) -> None:
     runs, chunks, flat = step
     made, rows, stands = entries(runs, chunks, flat)
     if not rows:
@@ -77,7 +82,7 @@ def test_rows_get_the_state_before_and_the_last_ones_that_stand_stay(step: Any) 
     starts = sent([start for _, start, _ in made], torch.int64)
     firsts = sent(np.cumsum([0, *[count for _, _, count in made]]).tolist(), torch.int32)
     on_device = torch.from_numpy(kept.copy()).to(here())
-    out = shift_states(torch.from_numpy(states).to(here()), on_device[:, 1], lanes, starts, firsts, MAX_TOKENS)
+    out = kernels.shift_states(torch.from_numpy(states).to(here()), on_device[:, 1], lanes, starts, firsts, MAX_TOKENS)
     wanted = np.zeros_like(states)
     for number, row in enumerate(rows):
         if row is None:
@@ -97,7 +102,7 @@ def test_rows_get_the_state_before_and_the_last_ones_that_stand_stay(step: Any) 
         lengths[lane] = start + stood
     blank = np.full((LANES * BLOCKS, SIZE, 1, 1, cells), -1.0, np.float32)
     carried = torch.from_numpy(blank.copy()).to(here())
-    keep_states(
+    kernels.keep_states(
         torch.from_numpy(states).to(here()), depth, torch.from_numpy(lengths).to(here()), num_runs, lanes, starts,
         firsts, torch.from_numpy(tables).to(here()), on_device, carried, shares=shares, first_share=1,
         block_tokens=SIZE,

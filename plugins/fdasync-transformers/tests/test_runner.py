@@ -148,9 +148,9 @@ async def test_long_chunks_are_cut_without_changing_anything(
     driver = await Driver.open(saved[0])
     honest, pieces = ragged._cut, []
 
-    def watched(counts: Any, starts: Any, masked: bool, most: int) -> Any:
+    def watched(counts: Any, starts: Any, first_rows: Any, masked: bool, most: int) -> Any:
         assert most == limit
-        cut = honest(counts, starts, masked, most)
+        cut = honest(counts, starts, first_rows, masked, most)
         pieces.append((len(counts), cut))
         return cut
 
@@ -234,7 +234,7 @@ async def test_a_step_without_tokens(driver: Driver) -> None:
 async def test_rows_are_there_when_the_future_is_done(driver: Driver) -> None:
     seq = driver.sequence(prompt_of(10), 1)
     step = RunStep(1, starts=(driver.start(seq),), chunks=(Chunk(seq.key, 6, False),))
-    assert driver.runner.launch(step).done()
+    await driver.runner.launch(step)
     rows = {"routing": np.zeros((4, *driver.capacity.aux_specs[0].shape), np.uint8)}
     slot, generation = seq.slots[0]
     assert driver.arena is not None

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 from fdasync_kernels.collectives.all_reduce import all_reduce
-from fdasync_kernels.collectives.digest import PARTS, digest_rows
 from fdasync_kernels.collectives.gather import gather
 from fdasync_kernels.collectives.peer_memory import Group, PeerMemory, row_width
+from fdasync_kernels.digest import PARTS, digest_rows
 from fdasync_kernels.layer.finish import Norm, add_norm, finish_experts
 
 from fdasync.gpu.peers import OpenedPeers, fewest_multiprocessors

@@ -21,7 +21,6 @@ from fdasync.errors import ConfigError, FdasyncError, InvariantBroken, RunnerErr
 from fdasync.ipc.remote import forwarding
 from fdasync.runner.base import Capacity, Runner, RunnerLimits
 from fdasync_transformers.capture.profiling import Profiling
-from fdasync_transformers.execution.device_executor import DeviceExecutor
 from fdasync_transformers.execution.model_memory import DeviceMemory, ModelMemory
 from fdasync_transformers.start.bound_runner import BoundRunner, bind
 from fdasync_transformers.start.examine import examine
@@ -225,7 +224,7 @@ class TransformersRunner(Runner):
                 if bound is not None:
                     await bound.executor.aclose()
         finally:
-            dead = bound is not None and isinstance(bound.executor, DeviceExecutor) and bound.executor.device_failed
+            dead = bound is not None and bound.executor.device_failed
             opened.model.step_model.aux.close()
             shown = opened.shown
             # nothing refers to the model when its memory is given back

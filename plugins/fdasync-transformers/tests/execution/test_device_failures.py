@@ -12,8 +12,8 @@ import fdasync_kernels
 import pytest
 import torch
 from fdasync_transformers import TransformersConfig, TransformersRunner
-from fdasync_transformers.execution import copies, device_step, gpu_services, triton_paging
-from fdasync_transformers.execution.device_executor import DeviceExecutor
+from fdasync_transformers.execution import copies, gpu_services, step, triton_paging
+from fdasync_transformers.execution.executor import Executor
 from fdasync_transformers.execution.model_memory import ModelMemory
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from step_driver import Driver
@@ -85,17 +85,17 @@ async def test_what_fails_to_bind_leaves_nothing(
     """The port of the device path holds a timer; pages of the host tier are registered with the driver."""
     write_tiny_checkpoint(tmp_path, "qwen3_moe")
     closed = []
-    honest = DeviceExecutor.aclose
+    honest = Executor.aclose
 
-    async def close(self: DeviceExecutor) -> None:
+    async def close(self: Executor) -> None:
         await honest(self)
         closed.append(self)
 
     def refuses(*args: object) -> None:
         raise error
 
-    monkeypatch.setattr(DeviceExecutor, "aclose", close)
-    monkeypatch.setattr(DeviceExecutor, "warm", refuses)
+    monkeypatch.setattr(Executor, "aclose", close)
+    monkeypatch.setattr(Executor, "warm", refuses)
     with pytest.raises(ConfigError if isinstance(error, torch.OutOfMemoryError) else RuntimeError, match="no room"):
         await Driver.open(tmp_path, config={"self_check": False, **DEVICE})
     assert len(closed) == 1
@@ -110,7 +110,7 @@ async def test_what_fails_to_bind_leaves_nothing(
             await super().aclose(deadline_s)
 
     monkeypatch.setattr(gpu_services, "FakePort", Port)
-    monkeypatch.setattr(device_step, "DeviceLanes", refuses)
+    monkeypatch.setattr(step, "DeviceLanes", refuses)
     with pytest.raises(ConfigError if isinstance(error, torch.OutOfMemoryError) else RuntimeError, match="no room"):
         await Driver.open(tmp_path, config={"self_check": False, **DEVICE})
     assert len(ports) == 1

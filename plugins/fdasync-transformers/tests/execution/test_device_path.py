@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from device_waits import waits_raise
 from fdasync_transformers import TransformersConfig, TransformersRunner
-from fdasync_transformers.execution import passes
+from fdasync_transformers.execution import passes, step
 from fdasync_transformers.execution.graphs import decode_rows, ladder
 from fdasync_transformers.execution.mixed_graphs import token_ladder
 from msgspec.structs import replace
@@ -56,13 +56,13 @@ async def test_few_tokens_are_computed_as_decodes(tmp_path: Path, family: str, m
     write_tiny_checkpoint(tmp_path, family)
     wanted = await answers(tmp_path, {"device": "cpu"})
     shapes = []
-    plain = passes.batch_arrays
+    plain = step.batch_arrays
 
     def seen(batch: Any, rows: Any, way: str) -> Any:
         shapes.append((way, len(batch.positions) > len(batch.lanes), len(rows) < len(batch.positions)))
         return plain(batch, rows, way)
 
-    monkeypatch.setattr(passes, "batch_arrays", seen)
+    monkeypatch.setattr(step, "batch_arrays", seen)
     assert_same(await answers(tmp_path, DEVICE, flat_tokens=16), wanted)
     assert {way for way, *_ in shapes} == {"decodes"}
     # steps with several tokens of a sequence, and some of whose tokens nothing is sampled from
@@ -78,13 +78,13 @@ async def test_steps_with_prompts_in_padded_tiles(tmp_path: Path, family: str, m
     make_small_checkpoint(tmp_path, family)
     wanted = await answers(tmp_path, {"device": "cpu"})
     ways = []
-    plain = passes.batch_arrays
+    plain = step.batch_arrays
 
     def seen(batch: Any, rows: Any, way: str) -> Any:
         ways.append((way, batch.num_decodes > 0, len(rows) < len(batch.lanes)))
         return plain(batch, rows, way)
 
-    monkeypatch.setattr(passes, "batch_arrays", seen)
+    monkeypatch.setattr(step, "batch_arrays", seen)
     # steps have up to 11 tokens
     assert_same(await answers(tmp_path, DEVICE, tiled_tokens=(6, 16)), wanted)
     assert {way for way, *_ in ways} == {"tiles", "decodes"}

@@ -12,7 +12,8 @@ import torch
 from fdasync_kernels.attention import decode, latent, prefill
 from fdasync_kernels.attention.fixed import Grain
 from fdasync_kernels.attention.prefill import prefill_tiles
-from fdasync_transformers.execution.triton_paging import DeviceBatch, TritonPaging, Workspaces
+from fdasync_transformers.execution.step_shape import DeviceBatch
+from fdasync_transformers.execution.triton_paging import TritonPaging, Workspaces
 from fdasync_transformers.model.kv import Reach
 
 LENGTH, BLOCK_TOKENS = 70, 4

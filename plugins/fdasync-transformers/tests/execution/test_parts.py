@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from device_path import DEVICE
-from fdasync_transformers.execution import device_executor
+from fdasync_transformers.execution import executor
+from fdasync_transformers.execution.gpu_services import GpuServices
 from fdasync_transformers.execution.parts.make import make_parts
 from fdasync_transformers.execution.parts.step_part import PartWork, StepPart
 from step_driver import Driver
@@ -19,13 +20,14 @@ from written import write_tiny_checkpoint
 
 from fdasync.errors import RunnerError
 from fdasync.events.actions import Chunk
-from fdasync.gpu import packed_copy
 
 if TYPE_CHECKING:
     from fdasync_transformers.execution.parts.step_part import StepWork, Tensors
 
-SRC = Path(device_executor.__file__).parent
-PARTS = {"aux_rows", "grammars", "ranks", "samples", "scores", "tables", "device_drafts", "own_drafts", "device_states"}
+SRC = Path(executor.__file__).parent
+# modules of parts
+PARTS = {"aux_rows", "chosen", "clean_blocks", "grammars", "ranks", "samples", "scores", "tables"}
+PARTS |= {"device_drafts", "own_drafts", "device_states", "host_states"}
 
 
 class Doubled(StepPart[int]):
@@ -84,7 +86,7 @@ async def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, *own: Doubled) -
         return rows, (*parts, *own)
 
     write_tiny_checkpoint(folder, "qwen3_moe")
-    monkeypatch.setattr(device_executor, "make_parts", with_own)
+    monkeypatch.setattr(executor, "make_parts", with_own)
     return await Driver.open(folder, config={"self_check": False, "cuda_graphs": False, **DEVICE})
 
 
@@ -128,11 +130,11 @@ async def test_results_live_until_the_device_is_done_with_them_and_no_longer(
     driver = await opened(tmp_path, monkeypatch, Doubled("one", []))
     executor: Any = driver.runner.bound.executor
     fetched: list[weakref.ref[Any]] = []
-    fetch, completion = packed_copy.fetch, executor._services.port.completion
+    fetch, completion = GpuServices.fetch, executor._services.port.completion
 
-    def keeps(results: Any, *args: Any) -> Any:
+    def keeps(services: GpuServices, results: Any, holds: Any) -> Any:
         fetched[:] = [weakref.ref(value) for value in results.values()]
-        return fetch(results, *args)
+        return fetch(services, results, holds)
 
     def completes(*args: Any, on_done: Any, **kwargs: Any) -> Any:
         def done() -> Any:
@@ -143,7 +145,7 @@ async def test_results_live_until_the_device_is_done_with_them_and_no_longer(
         return completion(*args, on_done=done, **kwargs)
 
     lived: list[bool] = []
-    monkeypatch.setattr(packed_copy, "fetch", keeps)
+    monkeypatch.setattr(GpuServices, "fetch", keeps)
     monkeypatch.setattr(executor._services.port, "completion", completes)
     one = driver.sequence([5, 6, 7], 1)
     output = await driver.step(starts=[driver.start(one)], chunks=[Chunk(one.key, 3, True)])
@@ -221,7 +223,7 @@ async def test_a_part_may_want_a_pass_by_operations(tmp_path: Path, monkeypatch:
 
 
 def test_the_executor_knows_no_part_by_its_name() -> None:
-    for name in ("device_executor", "passes", "flights", "copies"):
+    for name in ("executor", "passes", "flights", "copies"):
         nodes = list(ast.walk(ast.parse((SRC / f"{name}.py").read_text())))
         words = {alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
         words |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}

@@ -169,7 +169,7 @@ async def test_self_check_refuses_a_model_whose_window_is_lost(
 async def test_self_check_refuses_lost_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiny_checkpoint(tmp_path, "gpt_oss")
     honest = attention._attend
-    monkeypatch.setattr(attention, "_attend", lambda *args: honest(*args[:-1], None))
+    monkeypatch.setattr(attention, "_attend", lambda *args: honest(*args[:-2], None, args[-1]))
     assert "differs" in await refused(tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from ranks import as_ranks, returned
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from fdasync_transformers.parallel.collectives import Collectives
 
     from fdasync.ipc.exchange import Exchange
 
@@ -36,68 +39,68 @@ def check(reference: Any, lane: Lane, most: int) -> None:
 
 
 @pytest.mark.ci
-def test_alone_with_its_prompt_in_chunks(played: Any) -> None:
+async def test_alone_with_its_prompt_in_chunks(played: Any) -> None:
     opened, reference, most = played
     play = Play(opened)
     lane, start = play.start(1, PROMPTS[0])
-    play.step([], (start,), ((lane, 3),), most)
+    await play.step([], (start,), ((lane, 3),), most)
     assert lane.drafts == []
-    play.step([], (), ((lane, 2),), most)
-    play.step([], (), ((lane, 4),), most)
+    await play.step([], (), ((lane, 2),), most)
+    await play.step([], (), ((lane, 4),), most)
     check(reference, lane, most)
     for _ in range(3):
-        play.step([lane], most=most)
+        await play.step([lane], most=most)
         check(reference, lane, most)
 
 
 @pytest.mark.ci(after=1)
-def test_in_a_batch_of_prompts_and_decodes(played: Any) -> None:
+async def test_in_a_batch_of_prompts_and_decodes(played: Any) -> None:
     opened, reference, most = played
     play = Play(opened)
     lanes = [play.start(key, prompt, ahead=3) for key, prompt in enumerate(PROMPTS)]
-    play.step([], (lanes[0][1],), ((lanes[0][0], 9),), most)
-    play.step([lanes[0][0]], (lanes[1][1], lanes[2][1]), ((lanes[1][0], 1), (lanes[2][0], 5)), most)
+    await play.step([], (lanes[0][1],), ((lanes[0][0], 9),), most)
+    await play.step([lanes[0][0]], (lanes[1][1], lanes[2][1]), ((lanes[1][0], 1), (lanes[2][0], 5)), most)
     order = [lane for lane, _ in lanes]
     for _ in range(4):
-        play.step(order, most=most)
+        await play.step(order, most=most)
         for lane in order:
             check(reference, lane, most)
 
 
 @pytest.mark.ci(after=1)
-def test_after_a_prefix_hit_and_a_restart(played: Any) -> None:
+async def test_after_a_prefix_hit_and_a_restart(played: Any) -> None:
     opened, reference, most = played
     play = Play(opened)
     lane, start = play.start(1, PROMPTS[0])
-    play.step([], (start,), ((lane, 9),), most)
+    await play.step([], (start,), ((lane, 9),), most)
     for _ in range(4):
-        play.step([lane], most=most)
+        await play.step([lane], most=most)
     # another sequence of the same beginning
     other, start = play.start(2, [*PROMPTS[0][:8], 61, 62], tuple(lane.blocks[:2]))
-    play.step([lane], (start,), ((other, 2),), most)
+    await play.step([lane], (start,), ((other, 2),), most)
     check(reference, other, most)
     check(reference, lane, most)
     # preempted, and resumed on the blocks that were full
     full = lane.done // play.size
     resumed, start = play.start(3, lane.known, tuple(lane.blocks[:full]))
-    play.step([other], (start,), ((resumed, len(lane.known) - full * play.size),), most, leaves=(1,))
+    await play.step([other], (start,), ((resumed, len(lane.known) - full * play.size),), most, leaves=(1,))
     check(reference, resumed, most)
     check(reference, other, most)
 
 
-def hit_and_restarted(play: Play, most: int) -> tuple[list[list[int]], list[list[Any]]]:
+async def hit_and_restarted(play: Play, most: int) -> tuple[list[list[int]], list[list[Any]]]:
     """Drafts of sequences that begin on cached blocks, and what blocks hold of the layers."""
     lane, start = play.start(1, PROMPTS[0])
-    play.step([], (start,), ((lane, 9),), most)
+    await play.step([], (start,), ((lane, 9),), most)
     drafts = [lane.drafts]
     for _ in range(4):
-        play.step([lane], most=most)
+        await play.step([lane], most=most)
         drafts.append(lane.drafts)
     other, start = play.start(2, [*PROMPTS[0][:8], 61, 62], tuple(lane.blocks[:2]))
-    play.step([lane], (start,), ((other, 2),), most)
+    await play.step([lane], (start,), ((other, 2),), most)
     full = lane.done // play.size
     resumed, start = play.start(3, lane.known, tuple(lane.blocks[:full]))
-    play.step([other], (start,), ((resumed, len(lane.known) - full * play.size),), most, leaves=(1,))
+    await play.step([other], (start,), ((resumed, len(lane.known) - full * play.size),), most, leaves=(1,))
     drafts += [other.drafts, resumed.drafts, lane.known]
     return drafts, [[held.numpy() for held in play.mtp_bytes(block)] for block in resumed.blocks[: full + 1]]
 
@@ -108,13 +111,15 @@ def hit_and_restarted(play: Play, most: int) -> tuple[list[list[int]], list[list
 def test_ranks_hold_together_what_one_process_holds(tmp_path: Path, family: str, layers: int, ranks: int) -> None:
     make_mtp_checkpoint(tmp_path, family, layers=layers)
     exact = {"dtype": "float64", "num_threads": 1}
-    wanted, blocks = hit_and_restarted(Play(open_mtp(tmp_path, exact)), 3)
+
+    async def played_by(collectives: Collectives | None = None) -> Any:
+        opened = open_mtp(tmp_path, exact, collectives)
+        return *await hit_and_restarted(Play(opened, collectives=collectives), 3), opened.step_model.layout.first_share
+
+    wanted, blocks, _ = asyncio.run(played_by())
 
     def work(exchange: Exchange) -> Any:
-        collectives = HostCollectives(exchange)
-        opened = open_mtp(tmp_path, exact, collectives)
-        play = Play(opened, total=lambda held: collectives.all_reduce(held, "carried"))
-        return *hit_and_restarted(play, 3), opened.step_model.layout.first_share
+        return asyncio.run(played_by(HostCollectives(exchange)))
 
     found = returned(as_ranks(ranks, work))
     for drafts, held, first in found:
@@ -127,7 +132,7 @@ def test_ranks_hold_together_what_one_process_holds(tmp_path: Path, family: str,
 
 @pytest.mark.ci
 @pytest.mark.parametrize(("family", "layers", "most"), SHAPES[2:])
-def test_a_block_depends_on_no_token_behind_it(tmp_path: Path, family: str, layers: int, most: int) -> None:
+async def test_a_block_depends_on_no_token_behind_it(tmp_path: Path, family: str, layers: int, most: int) -> None:
     """Also where drafts went on into it, where a layer has no KV of the first tokens, and where prompts come in chunks:
     with fixed numerics to the bit."""
     make_mtp_checkpoint(tmp_path, family, layers=layers)
@@ -137,15 +142,18 @@ def test_a_block_depends_on_no_token_behind_it(tmp_path: Path, family: str, laye
         play = Play(opened, seed=len(behind))
         lane, start = play.start(1, [*PROMPTS[0][:8], *behind])
         for number, count in enumerate(chunks):
-            play.step([], (start,) if number == 0 else (), ((lane, count),), most)
+            await play.step([], (start,) if number == 0 else (), ((lane, count),), most)
         ways.append([play.mtp_bytes(block) for block in lane.blocks[:2]])
     # the same first tokens, as tokens that were sampled: drafts had been written where they stand now
     play = Play(opened, seed=9)
     lane, start = play.start(1, PROMPTS[0][:3], ahead=3)
-    play.step([], (start,), ((lane, 3),), most)
-    for token in PROMPTS[0][3:9]:
-        play.table.tokens[play.table.lane_of(1), lane.done] = token
-        play.step([lane], most=most)
+    await play.step([], (start,), ((lane, 3),), most)
+    while lane.done < 9:
+        row = play.table.lane_of(1)
+        play.lanes.tokens[row, lane.done] = PROMPTS[0][lane.done]
+        # what was drafted behind another token is not verified
+        play.lanes.drafted[row] = 0
+        await play.step([lane], most=most)
     ways.append([play.mtp_bytes(block) for block in lane.blocks[:2]])
     for blocks in ways[1:]:
         for one, other in zip(ways[0], blocks, strict=True):
@@ -154,20 +162,20 @@ def test_a_block_depends_on_no_token_behind_it(tmp_path: Path, family: str, laye
 
 
 @pytest.mark.ci(after=1)
-def test_rejected_drafts_leave_nothing(played: Any) -> None:
+async def test_rejected_drafts_leave_nothing(played: Any) -> None:
     """Runs of which the first, some or all positions stand: tokens, drafts and blocks as one token at a time."""
     opened, reference, most = played
-    plain = Play(opened)
+    plain = Play(opened, speculation=0)
     alone, start = plain.start(1, PROMPTS[0], ahead=4)
-    plain.step([], (start,), ((alone, 9),), most)
+    await plain.step([], (start,), ((alone, 9),), most)
     for _ in range(11):
-        plain.step([alone], most=most)
-    play = Play(opened, seed=3, run=3)
+        await plain.step([alone], most=most)
+    play = Play(opened, seed=3)
     lane, start = play.start(1, PROMPTS[0], ahead=4)
-    play.step([], (start,), ((lane, 9),), most)
+    await play.step([], (start,), ((lane, 9),), most)
     stood = []
     for guesses in ([0, 0], alone.known[11:13], [alone.known[14], 1], [3, 3], alone.known[17:19]):
-        stood.append(play.verify(lane, guesses, most))
+        stood += await play.step([lane], most=most, guesses=guesses)
         check(reference, lane, min(most, len(lane.blocks) * play.size - lane.done))
     assert stood == [1, 3, 2, 1, 3]
     assert lane.known == alone.known[: len(lane.known)]
@@ -176,17 +184,17 @@ def test_rejected_drafts_leave_nothing(played: Any) -> None:
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
-def test_no_drafts_past_the_room_of_a_table(played: Any) -> None:
+async def test_no_drafts_past_the_room_of_a_table(played: Any) -> None:
     opened, reference, most = played
     play = Play(opened)
     lane, start = play.start(1, PROMPTS[0][:7], ahead=0)
-    play.step([], (start,), ((lane, 7),), most)
+    await play.step([], (start,), ((lane, 7),), most)
     # position 7 is the last that the table has room for
     assert len(lane.drafts) == 1
     check(reference, lane, 1)
 
 
-def test_the_librarys_generation_makes_the_same_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_librarys_generation_makes_the_same_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.generation import candidate_generator
 
     make_mtp_checkpoint(tmp_path, "glm4_moe")
@@ -197,11 +205,11 @@ def test_the_librarys_generation_makes_the_same_drafts(tmp_path: Path, monkeypat
     main.generate(torch.tensor([PROMPTS[0]]), use_mtp=True, max_new_tokens=6, do_sample=False)
     play = Play(opened)
     lane, start = play.start(1, PROMPTS[0])
-    play.step([], (start,), ((lane, 9),), 1)
+    await play.step([], (start,), ((lane, 9),), 1)
     mine = {}
     for _ in range(5):
         mine[tuple(lane.known)] = lane.drafts
-        play.step([lane], most=1)
+        await play.step([lane], most=1)
     assert len(seen) >= 3
     for known, drafts in seen:
         assert mine[known] == drafts

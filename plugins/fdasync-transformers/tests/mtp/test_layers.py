@@ -60,7 +60,7 @@ def test_layers_are_loaded_as_the_library_loads_them(tmp_path: Path, family: str
     [("glm4_moe_lite", {"told": False}), ("dots1", {"told": False, "layer_types": ["full_attention"] * 4}),
      ("qwen3_moe", {"told": False, "apart": True})],
 )  # fmt: skip
-def test_families_that_the_library_gives_no_such_layers(tmp_path: Path, family: str, how: dict[str, Any]) -> None:
+async def test_families_that_the_library_gives_no_such_layers(tmp_path: Path, family: str, how: dict[str, Any]) -> None:
     """A layer like the model's last; its names say where it is."""
     written = make_mtp_checkpoint(tmp_path, family, **how)
     opened = open_mtp(tmp_path)
@@ -69,7 +69,7 @@ def test_families_that_the_library_gives_no_such_layers(tmp_path: Path, family: 
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
     play = Play(opened)
     lane, start = play.start(1, [5, 9, 200, 13, 77])
-    play.step([], (start,), ((lane, 5),), 2)
+    await play.step([], (start,), ((lane, 5),), 2)
     assert len(lane.drafts) == 2
 
 

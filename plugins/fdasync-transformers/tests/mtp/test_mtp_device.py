@@ -17,7 +17,6 @@ from device_path import DEVICE, ON_GPU
 from draft_results import assert_same
 from fdasync_fleet.testing.patience import LEASES, LINKS
 from fdasync_transformers import TransformersConfig, TransformersRunner
-from fdasync_transformers.execution.host_executor import HostExecutor
 from fdasync_transformers.mtp.specs import LAYERS
 
 from fdasync import Engine, EngineConfig, Instance, SamplingParams, connect
@@ -72,14 +71,10 @@ def waiting_drafts(on: Bench, *keys: int) -> list[list[int]]:
     executor: Any = on.runner.bound.executor  # type: ignore[attr-defined]
     found = []
     for key in keys:
-        if isinstance(executor, HostExecutor):
-            path = executor._drafts._own.get(key)
-            found.append([] if path is None else path.tokens.tolist())
-        else:
-            tables, lane = executor.passes._lanes, executor._bound.table.lane_of(key)
-            first = int(tables.lengths[lane]) + 1
-            # blocking: a test, and no step is in flight
-            found.append(tables.tokens[lane, first : first + int(tables.drafted[lane])].tolist())
+        tables, lane = executor.passes._lanes, executor._bound.table.lane_of(key)
+        first = int(tables.lengths[lane]) + 1
+        # blocking: a test, and no step is in flight
+        found.append(tables.tokens[lane, first : first + int(tables.drafted[lane])].tolist())
     return found
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from device_path import make_small_checkpoint
-from fdasync_kernels.collectives.digest import PARTS
+from fdasync_kernels.digest import PARTS
+from fdasync_kernels.step_kernels import HostKernels, StepKernels
 from fdasync_transformers import make_random_checkpoint
 from fdasync_transformers.fused.recurrent import flat
 from fdasync_transformers.fused.replacement import Differs
@@ -158,7 +159,11 @@ def test_a_rank_that_chose_other_experts_fails_the_step_by_name(tmp_path: Path) 
     assert "rank 1 of 2 chose other experts than rank 0: their rows differ" in said[0]
 
 
-def test_a_step_of_several_kinds_of_rows_is_read_back_as_it_was_told() -> None:
+both_kernels = pytest.mark.parametrize("kernels", [StepKernels(), HostKernels()], ids=lambda one: type(one).__name__)
+
+
+@both_kernels
+def test_a_step_of_several_kinds_of_rows_is_read_back_as_it_was_told(kernels: StepKernels) -> None:
     class Alone(HostCollectives):
         def __init__(self) -> None:
             self.rank, self.ranks = 0, 1
@@ -168,7 +173,7 @@ def test_a_step_of_several_kinds_of_rows_is_read_back_as_it_was_told() -> None:
 
     rows = {str(number): torch.zeros(5, 2, dtype=torch.uint8) for number in range(4)}
     tokens = torch.arange(7)
-    told = StepEnds(Alone(), torch.device("cpu")).queue(3, rows, torch.zeros(7, 2000), tokens, 7)
+    told = StepEnds(Alone(), torch.device("cpu"), kernels).queue(3, rows, torch.zeros(7, 2000), tokens, 7)
     assert StepEnds.read(told.numpy(), 3, 7).tolist() == [*range(7)]
     # of four ranks, two of the others differ in their rows, or one in its logits
     four = told.repeat(4, 1)
@@ -181,13 +186,17 @@ def test_a_step_of_several_kinds_of_rows_is_read_back_as_it_was_told() -> None:
     with pytest.raises(RunnerError, match="rank 3 of 4 computed other logits than rank 0"):
         StepEnds.read(four.numpy(), 3, 7)
     # of another step: whatever rows it has
-    later = StepEnds(Alone(), torch.device("cpu")).queue(5, rows, torch.ones(7, 2000), tokens, 7)
-    for other in (later, StepEnds(Alone(), torch.device("cpu")).queue(5, rows, torch.zeros(7, 2000), tokens, 7)):
+    later = StepEnds(Alone(), torch.device("cpu"), kernels).queue(5, rows, torch.ones(7, 2000), tokens, 7)
+    for other in (
+        later,
+        StepEnds(Alone(), torch.device("cpu"), kernels).queue(5, rows, torch.zeros(7, 2000), tokens, 7),
+    ):
         with pytest.raises(RunnerError, match="rank 1 was at step 5 of 2 ranks, and rank 0 at step 3"):
             StepEnds.read(torch.cat([told, other]).numpy(), 3, 7)
 
 
-def test_padding_may_hold_what_it_likes() -> None:
+@both_kernels
+def test_padding_may_hold_what_it_likes(kernels: StepKernels) -> None:
     class Alone(HostCollectives):
         def __init__(self) -> None:
             self.rank, self.ranks = 0, 1
@@ -200,7 +209,7 @@ def test_padding_may_hold_what_it_likes() -> None:
         rows, logits = torch.zeros(6, 2, 3, dtype=torch.uint8), torch.zeros(5, 2000)
         rows[at], logits[at] = 9, float("nan")
         before = rows.clone()
-        found = StepEnds(Alone(), torch.device("cpu")).queue(3, {"routing": rows}, logits, None, 0, padding)
+        found = StepEnds(Alone(), torch.device("cpu"), kernels).queue(3, {"routing": rows}, logits, None, 0, padding)
         assert torch.equal(rows, before), "the rows of the step were changed"
         return found.flatten().tolist()
 

@@ -16,8 +16,9 @@ from fdasync_transformers.execution.parts.lane_matchers import LaneMatchers, Ste
 from fdasync_transformers.sampling import grammars as grammars_module
 from fdasync_transformers.sampling.grammars import Grammars
 from fdasync_transformers.sampling.plan import MASKS, plan_samples
-from fdasync_transformers.sampling.sampler import compute_samples, read_samples, sample
+from fdasync_transformers.sampling.sampler import compute_samples, read_samples
 from fdasync_transformers.weights.random_checkpoints import EOS_ID, VOCAB_SIZE, make_random_checkpoint
+from sampled import sample
 from sampler_cases import spec
 
 from fdasync.errors import BadInput, CheckpointError, InvariantBroken

@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from fdasync_transformers.sampling.sampler import (
-    SampleOutput,
-    sample,
-    uniform,
-)
+from fdasync_transformers.sampling.sampler import SampleOutput, uniform
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import sample
 from sampler_cases import by_hand, log_softmax, make, one, rows, spec
 
 from fdasync.errors import InvariantBroken, RunnerError

@@ -9,14 +9,10 @@ import numpy as np
 import pytest
 import torch
 from device_waits import waits_raise
-from fdasync_transformers.sampling.sampler import (
-    compute_samples,
-    plan_samples,
-    read_samples,
-    sample,
-)
+from fdasync_transformers.sampling.sampler import compute_samples, plan_samples, read_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import sample
 from sampler_cases import VOCAB, make, one, rows, spec, staged
 
 from fdasync.errors import InvariantBroken, RunnerError

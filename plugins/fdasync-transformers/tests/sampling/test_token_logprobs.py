@@ -14,7 +14,7 @@ import torch
 from fdasync_kernels.sampling import tile
 from fdasync_transformers.sampling.math import sample_on_host
 from fdasync_transformers.sampling.plan import plan_samples
-from fdasync_transformers.sampling.sampler import sample, sample_on_device
+from fdasync_transformers.sampling.sampler import sample_on_device
 from fdasync_transformers.sampling.scoring import compute_scores, plan_scores, read_scores
 from fdasync_transformers.sampling.token_logprobs import (
     Normalisers,
@@ -25,6 +25,7 @@ from fdasync_transformers.sampling.token_logprobs import (
     token_logprobs,
 )
 from logprob_cases import CUDA, DEVICE, DTYPES, bits
+from sampled import sample
 from sampler_cases import spec
 
 from fdasync.runner.prompt_scores import ScoredRun

@@ -1,4 +1,4 @@
-"""Plays sequences through a step model and its drafter by hand, with blocks of a shuffled pool."""
+"""Plays sequences through the executor of a model with MTP layers, by hand-made steps in blocks of a shuffled pool."""
 
 from __future__ import annotations
 
@@ -8,21 +8,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from fdasync_transformers.capture.aux_data import AuxData
+from fdasync_transformers.execution.bound import Bound
+from fdasync_transformers.execution.executor import Executor
+from fdasync_transformers.execution.gpu_services import make_services
 from fdasync_transformers.execution.model_memory import ModelMemory
+from fdasync_transformers.execution.parts.lane_matchers import LaneMatchers
 from fdasync_transformers.model.kv import KVPool
-from fdasync_transformers.mtp.drafter import MtpDrafter
 from fdasync_transformers.start.open_model import open_model
 from fdasync_transformers.start.runner_config import TransformersConfig
 from fdasync_transformers.weights import loading
 from step_driver import sampler_spec
 
-from fdasync.events.actions import BlockAppend, Chunk, RunStep, SeqStart
+from fdasync.events.actions import Chunk, RunStep, SeqStart
 from fdasync.runner.base import RunnerLimits
 from fdasync.runner.input_batch import InputBatch
+from fdasync.testing.runners.drafts import drafts_of
+from fdasync.testing.runners.runs import runs_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from fdasync_transformers.execution.device_lanes import DeviceLanes
     from fdasync_transformers.parallel.collectives import Collectives
 
 CPU = torch.device("cpu")
@@ -51,16 +58,32 @@ class Lane:
 
 
 class Play:
-    """A pool, a table and a drafter."""
+    """A pool, and an executor of steps whose layers draft up to `speculation` tokens; made on a running loop."""
 
-    def __init__(self, opened: Any, seed: int = 0, run: int = 1, total: Any = None) -> None:
+    def __init__(
+        self, opened: Any, seed: int = 0, speculation: int = 4, collectives: Collectives | None = None
+    ) -> None:
         self.model = opened.step_model
         self.size = opened.block_tokens
         self.pool = KVPool(self.model.layout, 64, self.size, CPU)
         # what an earlier sequence left must not matter
         self.pool.blocks.fill_(float("nan"))
-        self.table = InputBatch(4, 64, self.size, 64, run)
-        self.drafter = MtpDrafter(self.model, total)
+        self.table = InputBatch(4, 64, self.size, 64, 1 + speculation)
+        bound = Bound(
+            pool=self.pool,
+            table=self.table,
+            arena=None,
+            host=None,
+            aux=AuxData(),
+            matchers=LaneMatchers(None, self.table),
+            vocab_size=int(self.model.model.config.vocab_size),
+            logits_dtype="float32",
+            collectives=collectives,
+            speculation=speculation,
+        )
+        self.executor = Executor(self.model, bound, make_services(CPU))
+        # tables of the lanes, as a device has them
+        self.lanes: DeviceLanes = self.executor.passes._lanes
         self.free = list(range(64))
         random.Random(seed).shuffle(self.free)
         self.step_id = 0
@@ -73,56 +96,35 @@ class Play:
         )
         return lane, start
 
-    def step(
+    async def step(
         self,
         order: list[Lane],
         starts: tuple[SeqStart, ...] = (),
         chunks: tuple[tuple[Lane, int], ...] = (),
         most: int = 0,
         leaves: tuple[int, ...] = (),
-        appends: tuple[BlockAppend, ...] = (),
-    ) -> None:
-        """One step: `order` are the lanes that decode, `chunks` those of prompts, with their numbers of tokens."""
+        guesses: list[int] | None = None,
+    ) -> list[int]:
+        """One step: `order` are the lanes that decode, `chunks` those of prompts, with their numbers of tokens. Returns
+        how many samples of each sampling sequence stand.
+
+        `guesses` are verified behind the last token of the first lane instead of its layers' drafts."""
         self.step_id += 1
         pieces = tuple(Chunk(lane.key, count, lane.done + count == len(lane.known)) for lane, count in chunks)
-        batch = self.table.plan(RunStep(self.step_id, leaves, starts, appends, (), pieces))
-        lanes = [*order, *(lane for lane, _ in chunks)]
-        rows = (np.cumsum(batch.counts) - 1)[batch.sampled]
-        with self.model.head.keeping():
-            logits = self.model.run(batch, self.table, self.pool, rows)
-            wanted = np.zeros(len(lanes), np.int64)
-            for index, token in zip(batch.sampled.tolist(), logits.argmax(-1).tolist(), strict=True):
-                wanted[index] = most
-                lane = lanes[index]
-                end = int(batch.starts[index] + batch.counts[index])
-                self.table.tokens[batch.lanes[index], end] = token
-                lane.known.append(token)
-            found = self.drafter.step(self.model.head.hidden, batch, batch.counts, wanted, self.table, self.pool)
-        for lane, count, drafts in zip(lanes, found.counts.tolist(), found.tokens.tolist(), strict=True):
-            lane.drafts = drafts[:count]
-        for lane, count in zip(lanes, batch.counts.tolist(), strict=True):
+        drafts = None if guesses is None else drafts_of({order[0].key: (order[0].done + 1, guesses, len(guesses))})
+        step = RunStep(self.step_id, leaves, starts, (), (), pieces, drafts, own_drafts=most)
+        output = await self.executor.launch(step)
+        runs = runs_of(output)
+        for lane, count in chunks:
             lane.done += count
-
-    def verify(self, lane: Lane, guesses: list[int], most: int) -> int:
-        """One step of a lane alone that forwards its last token and guesses behind it; how many samples stand."""
-        self.step_id += 1
-        row = self.table.lane_of(lane.key)
-        self.table.tokens[row, lane.done + 1 : lane.done + 1 + len(guesses)] = guesses
-        batch = self.table.plan(RunStep(self.step_id, (), (), (), (), ()))
-        count = int(batch.counts[0])
-        with self.model.head.keeping():
-            logits = self.model.run(batch, self.table, self.pool, np.arange(count))
-            samples = logits.argmax(-1).tolist()
-            right = [guess == sample for guess, sample in zip(guesses, samples[: count - 1], strict=False)]
-            stands = np.array([[*right, False].index(False) + 1])
-            lane.known += samples[: int(stands[0])]
-            lane.done += int(stands[0])
-            self.table.tokens[row, lane.done] = lane.known[-1]
-            self.table.take_runs(batch, stands)
-            wanted = np.full(1, most)
-            found = self.drafter.step(self.model.head.hidden, batch, stands, wanted, self.table, self.pool)
-        lane.drafts = found.tokens[0].tolist()[: int(found.counts[0])]
-        return int(stands[0])
+        sampling = [*order, *(lane for lane, _ in chunks if lane.done == len(lane.known))]
+        for lane, run in zip(sampling, runs, strict=True):
+            lane.known += run
+            if lane in order:
+                lane.done += len(run)
+            row = self.table.lane_of(lane.key)
+            lane.drafts = self.lanes.tokens[row, lane.done + 1 :][: int(self.lanes.drafted[row])].tolist()
+        return [len(run) for run in runs]
 
     def mtp_bytes(self, block: int) -> list[torch.Tensor]:
         """What a block holds of the MTP layers."""

@@ -57,13 +57,14 @@ async def _play(folder: Path, exchange: Exchange | None, config: dict[str, Any],
     logits: list[torch.Tensor] = []
     try:
         model: Any = driver.runner.opened.model.step_model
-        run = model.run
+        forward = model.forward
 
-        def watched(*args: Any) -> torch.Tensor:
-            logits.append(run(*args).clone())
-            return logits[-1]
+        def watched(*args: Any) -> Any:
+            passed = forward(*args)
+            logits.append(passed.logits.clone())
+            return passed
 
-        model.run = watched
+        model.forward = watched
         sequences = [driver.sequence(list(prompt), 8 - at, arrival=at, raw=True) for at, prompt in enumerate(PROMPTS)]
         await driver.run(sequences, chunks=3)
         rows = [driver.rows(sequence) for sequence in sequences] if driver.arena is not None else []

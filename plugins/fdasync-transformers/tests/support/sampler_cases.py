@@ -8,14 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from fdasync_transformers.sampling.sampler import (
-    SampleOutput,
-    SamplePlan,
-    compute_samples,
-    read_samples,
-    sample,
-)
+from fdasync_transformers.sampling.sampler import SampleOutput, SamplePlan, compute_samples, read_samples
 from hypothesis import strategies as st
+from sampled import sample
 
 from fdasync.request import SamplerSpec
 

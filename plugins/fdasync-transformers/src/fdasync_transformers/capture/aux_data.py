@@ -67,28 +67,15 @@ class AuxData:
         values = {
             producer.spec.name: staged[producer.spec.name].view(producer.spec.dtype) for producer in self.producers
         }
-        return self._checked(values, positions)
-
-    def rows(self, positions: NDArray[np.int64]) -> dict[str, NDArray[np.generic]]:
-        """Rows of the last pass, whose tokens are at these positions; valid until the next pass. Waits for the device.
-
-        Raises RunnerError if a layer wrote nothing, InvariantBroken where rows cannot be of these positions.
-        """
-        values = {producer.spec.name: producer.rows(len(positions)) for producer in self.producers}
-        return self._checked(values, positions)
+        for producer in self.producers:
+            producer.check(values[producer.spec.name], positions)
+        return values
 
     def close(self) -> None:
         """Detach all producers from the model; may be called twice."""
         # in reverse order of attaching
         for producer in reversed(self.producers):
             producer.close()
-
-    def _checked(
-        self, values: dict[str, NDArray[np.generic]], positions: NDArray[np.int64]
-    ) -> dict[str, NDArray[np.generic]]:
-        for producer in self.producers:
-            producer.check(values[producer.spec.name], positions)
-        return values
 
 
 def aux_specs(model: PreTrainedModel, moe: MoELayers | None, asked: Sequence[str]) -> tuple[AuxSpec, ...]:

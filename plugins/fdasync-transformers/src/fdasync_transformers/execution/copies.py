@@ -1,6 +1,6 @@
 """Copies of blocks and of snapshots between the device and the host tier. Rows stay in their slots.
 
-Knows no steps. Made and called by `device_executor.py`, from its loop.
+Knows no steps. Made and called by `executor.py`, from its loop.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fdasync.gpu.block_copies import BlockCopies
 if TYPE_CHECKING:
     import asyncio
 
-    from fdasync_transformers.execution.executor import Bound
+    from fdasync_transformers.execution.bound import Bound
     from fdasync_transformers.execution.gpu_services import GpuServices
     from fdasync_transformers.model.recurrent.states import States
 

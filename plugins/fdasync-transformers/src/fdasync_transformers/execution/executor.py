@@ -1,95 +1,287 @@
-"""The contract of executors, which perform a runner's steps and copies once the model is loaded.
+"""Steps and copies of a runner: `launch` queues work and returns; completions become futures.
 
-`bound_runner.py` makes one of the two: `host_executor.py` computes where it is called (CPUs), `device_executor.py`
-queues work whose end becomes a future (GPUs). Knows no checkpoint.
+A step is three stretches of device work. On the stream `compute`: its arrays are sent, and the model runs (a graph
+replay for decodes). The parts of the step (`parts/`) queue their work in front of the model's and behind it: they stage
+rows, sample tokens, and write these to where the next step reads them. On the stream `results`: what the host is to
+read goes to held page-locked memory. Then an event: the completion port makes a future of it, whose callback has the
+parts read. So a step may be launched while the step before it runs, and nothing here waits for the device. On a CPU
+what is queued is done at once: a launch blocks its loop for as long as the model computes, and belongs in a worker.
+
+A part may not be ready for what follows the pass: a mask of a grammar depends on the sequence's last token. If that
+token is still on the device, the step is queued in two parts: the model at once, and the rest when the step before has
+ended, which takes the host less time than the model takes the device (docs/design.md, rule 38). Launches behind it wait
+for the second part in their order.
+
+Of a group, how a step is computed follows from what all ranks know, so all make the same sums.
+
+Knows no requests, and no part by its name. Made by `bound_runner.py` once the model is loaded; one for each runner,
+used from its loop.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import asyncio
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
-from fdasync.runner.chosen import LentRows
+from fdasync.errors import InvariantBroken, RunnerError
+from fdasync.runner.base import CopyOutput, StepOutput
+from fdasync_transformers.execution.copies import DeviceCopies
+from fdasync_transformers.execution.flights import Flights
+from fdasync_transformers.execution.parts.make import make_parts
+from fdasync_transformers.execution.passes import Passes, lone_sizes
 
 if TYPE_CHECKING:
-    import asyncio
+    from collections.abc import Callable, Hashable
 
-    from fdasync.cache.aux_arena import AuxArena
-    from fdasync.cache.host_arena import HostArena, HostPart
+    import numpy as np
+    from numpy.typing import NDArray
+
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
-    from fdasync.runner.base import CopyOutput, StepOutput
-    from fdasync.runner.input_batch import InputBatch
-    from fdasync_transformers.capture.aux_data import AuxData
-    from fdasync_transformers.execution.parts.lane_matchers import LaneMatchers
-    from fdasync_transformers.model.kv import KVPool
-    from fdasync_transformers.parallel.collectives import Collectives
+    from fdasync.gpu.completion import Hold
+    from fdasync_transformers.execution.bound import Bound
+    from fdasync_transformers.execution.gpu_services import GpuServices
+    from fdasync_transformers.execution.parts.step_part import Arrays, StepWork
+    from fdasync_transformers.execution.step import StepModel
 
-_NARROW = (torch.bfloat16, torch.float16)
+T = TypeVar("T")
+
+# of steps in flight
+_DEPTH = 3
 
 
-@dataclass(frozen=True)
-class Bound:
-    """The memory and settings of an executor.
+class Executor:
+    """See the module; `Runner.launch` and `Runner.copy` say what its futures promise.
 
     Attributes:
-        pool: the KV.
-        table: tokens, blocks and slots of each lane.
-        arena: of the rows; None: there are no aux data.
-        host: the host tier, or None.
-        snapshots: places of snapshots on the host, or None.
-        aux: the producers of the rows.
-        matchers: of the grammars of its sequences.
-        vocab_size: logits past it belong to no token.
-        logits_dtype: torch's name of the dtype that sampling works in.
-        part: of host blocks that the pool's rows are.
-        snapshot_part: likewise of snapshots; of a group each rank has them whole, and rank 0 writes.
-        collectives: of the group that computes each step together; None: this process alone.
-        speculation: most drafts of a sequence that a step verifies; the table has room for them.
-        pipeline_depth: most steps in flight.
-        lent: memory for what indexers choose, by sequence.
+        model: the model that computes the steps.
+        passes: how it computes them, with their graphs.
     """
 
-    pool: KVPool
-    table: InputBatch
-    arena: AuxArena | None
-    host: HostArena | None
-    aux: AuxData
-    matchers: LaneMatchers
-    vocab_size: int
-    logits_dtype: str
-    snapshots: HostArena | None = None
-    part: HostPart | None = None
-    snapshot_part: HostPart | None = None
-    collectives: Collectives | None = None
-    speculation: int = 0
-    pipeline_depth: int = 1
-    lent: LentRows = field(default_factory=LentRows)
+    def __init__(self, model: StepModel, bound: Bound, services: GpuServices) -> None:
+        self.model = model
+        self._bound = bound
+        self._services = services
+        lanes = model.lanes_of(bound.table)
+        self.passes = Passes(model, lanes, bound.pool, services.graph_memory)
+        self._rows, self._parts = make_parts(model, bound, lanes, services)
+        self._flights = Flights()
+        # a step whose second part waits for the step before it, and the launches behind it, in order
+        self._unsampled: tuple[StepWork, asyncio.Future[StepOutput]] | None = None
+        self._waiting: deque[Callable[[], None]] = deque()
+        # weights, tables and buffers were written on the current stream
+        services.streams.follow()
+        # last: they pin pages until they are closed, and whoever made this cannot close it if it fails here
+        self._copies = DeviceCopies(bound, model.states, services)
 
-    def trim(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of the vocabulary alone, a view; rounded where sampling works in a narrower dtype than float32.
+    def capture_graphs(self, sizes: tuple[int, ...]) -> None:
+        """Capture decode steps at these batch sizes, and check them. Blocks its loop.
 
-        Sampling reads narrow logits as float32: a float32 copy of them would say the same.
+        Where steps may have drafts, those without have graphs of their own, up to as many rows as sequences may run.
+
+        Raises RuntimeError where a graph cannot hold what the model does, or computes other logits.
         """
-        logits = logits[:, : self.vocab_size]
-        if self.logits_dtype == "float32" and logits.dtype in _NARROW:
-            return logits
-        return logits.to(getattr(torch, self.logits_dtype))
+        running = len(self._bound.table.length)
+        with self._services.streams.on("compute"):
+            self.passes.capture(sizes, lone_sizes(sizes, running) if self._bound.speculation else None)
+            for part in self._parts:
+                part.capture(lone_sizes(sizes, running))
+            # the checks wrote to block 0
+            self._bound.pool.blocks[0].zero_()
 
+    def capture_mixed(self, sizes: tuple[int, ...], sequences: int) -> None:
+        """Capture steps with prompts in them, of these numbers of tokens and at most `sequences` sequences, and check
+        them. As `capture_graphs`."""
+        with self._services.streams.on("compute"):
+            self.passes.capture_mixed(sizes, sequences, checks=self.on_gpu)
+            self._bound.pool.blocks[0].zero_()
 
-class Executor(ABC):
-    """Performs steps and copies; `Runner.launch` and `Runner.copy` say what their futures promise."""
-
-    @abstractmethod
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
         """Start a step. Never raises: a failure ends the future, and every later one."""
+        future: asyncio.Future[StepOutput] = asyncio.get_running_loop().create_future()
+        start = partial(self._flights.begin, future, lambda: self._start(step, future), step.step_id)
+        if self._unsampled is not None:
+            self._waiting.append(start)
+        else:
+            start()
+        return future
 
-    @abstractmethod
     def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
         """Start a copy. Never raises: a failure ends the future, and every later one."""
+        future: asyncio.Future[CopyOutput] = asyncio.get_running_loop().create_future()
+        self._flights.begin(future, lambda: self._move(copy))
+        return future
 
-    @abstractmethod
     async def aclose(self) -> None:
-        """Wait, bounded, for the work under way; take no more."""
+        """Wait for launched work, bounded: the futures of work that takes longer fail with an error that names it."""
+        self._flights.problem = self._flights.problem or "the runner is closed"
+        try:
+            await self._copies.aclose()
+        finally:
+            await self._services.port.aclose()
+            self.passes.drop()
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device has streams and graphs."""
+        return self._services.streams.device.type == "cuda"
+
+    @property
+    def device_failed(self) -> bool:
+        """Whether the device failed: it answers no more, and its memory is freed with the process."""
+        return self._services.port.problem is not None
+
+    def warm(self, max_step_tokens: int) -> None:
+        """Page-lock the buffers that steps will need, and compile the kernels of their parts. Blocks its loop."""
+        services = self._services
+        largest = max_step_tokens * self._bound.aux.token_nbytes + (1 << 16)
+        holds = []
+        size = 1 << 12
+        while size < 2 * largest:
+            holds += [services.pinned.take(size) for _ in range(2 * _DEPTH)]
+            size *= 2
+        with services.streams.on("compute"):
+            for part in self._parts:
+                part.warm()
+        for hold in holds:
+            hold.release()
+
+    # -- steps ----------------------------------------------------------------------------------------
+
+    def _start(self, step: RunStep, future: asyncio.Future[StepOutput]) -> asyncio.Future[StepOutput] | None:
+        """Queue a step; None: only what can be queued of it, and `_resume` queues the rest."""
+        work = self._begin(step)
+        if work.is_ready:
+            return self._end(work, self.passes.kind(work))
+        before = self._flights.last
+        if before is None:
+            self._abandon(work)
+            raise InvariantBroken("a part of the first step is not ready, and waits for none before it")
+        # the buffers come back with what is queued; the second part has its own
+        self._pass_on(work.holds)
+        self._completion(work.holds, ("forward", work.total), lambda: None).add_done_callback(_seen)
+        work.holds = []
+        self._unsampled = (work, future)
+        before.add_done_callback(self._resume)
+        return None
+
+    def _resume(self, before: asyncio.Future[Any]) -> None:
+        """The step before has ended: queue the second part of the step behind it, then the launches that waited."""
+        assert self._unsampled is not None
+        (work, future), self._unsampled = self._unsampled, None
+        try:
+            if before.cancelled() or before.exception() is not None or self._flights.problem:
+                problem = self._flights.problem or "the step before it failed"
+                raise RunnerError(f"nothing more after a failure: {problem}")
+            if not work.is_ready:
+                raise InvariantBroken("a step waits for more than the step before it")
+            # straight to the caller's future: by another one it would end behind a step that did not wait
+            self._flights.follow(self._end(work, ("sampled", len(work.rows))), future, work.step.step_id)
+        except Exception as error:  # a step must still end
+            failed = self._flights.failed(error, work.step.step_id)
+            if not future.done():
+                future.set_exception(failed)
+        while self._waiting and self._unsampled is None:
+            self._waiting.popleft()()
+
+    def _begin(self, step: RunStep) -> StepWork:
+        """Queue a step up to what its pass leaves."""
+        services = self._services
+        work = self._rows.begin(step)
+        arrays: Arrays = {}
+        for part in self._parts:
+            if (planned := part.plan(work)) is not None:
+                work.parts.append(planned)
+                arrays.update({f"{part.name}.{name}": array for name, array in planned.arrays.items()})
+        arrays.update(self.passes.plan(work))
+        try:
+            with services.streams.on("compute"):
+                if arrays:
+                    work.sent = services.send(arrays, work.holds)
+                for own in work.parts:
+                    own.sent = {name: work.sent[f"{own.part.name}.{name}"] for name in own.arrays}
+                    own.part.before(work, own)
+                if work.total:
+                    with self.passes.keeping(work):
+                        work.passed = self.passes.compute(work)
+                        for own in work.parts:
+                            own.results.update(own.part.passed(work, own))
+        except Exception:
+            self._abandon(work)
+            raise
+        return work
+
+    def _end(self, work: StepWork, kind: Hashable) -> asyncio.Future[StepOutput]:
+        """Queue what follows the pass, and the way of the results to the host."""
+        services = self._services
+        fetched: dict[str, NDArray[np.generic]] = {}
+        try:
+            with services.streams.on("compute"):
+                for own in work.parts:
+                    own.results.update(own.part.after(work, own))
+            self._pass_on(work.holds)
+            results = {f"{own.part.name}.{name}": value for own in work.parts for name, value in own.results.items()}
+            with services.streams.on("results"):
+                if results:
+                    fetched = services.fetch(results, work.holds)
+        except Exception:
+            self._abandon(work)
+            raise
+        # the callback keeps the device's tensors until the copies on the other stream have read them
+        return self._completion(work.holds, kind, lambda: self._read(work, fetched))
+
+    @staticmethod
+    def _read(work: StepWork, fetched: dict[str, NDArray[np.generic]]) -> StepOutput:
+        """The device is done."""
+        output = StepOutput(work.step.step_id, ())
+        for own in reversed(work.parts):
+            results = {name: fetched[f"{own.part.name}.{name}"] for name in own.results}
+            own.results.clear()
+            output = own.part.read(work, own, results, output)
+        return output
+
+    def _abandon(self, work: StepWork) -> None:
+        """A step broke: the queued part runs on, and its buffers and tensors come back with a completion, for which a
+        close waits."""
+        self._pass_on(work.holds)
+        self._completion(work.holds, ("broken",), work.parts.clear).add_done_callback(_seen)
+
+    def _pass_on(self, holds: list[Hold]) -> None:
+        """Make later work on `results` wait for all work queued on `compute`."""
+        streams = self._services.streams
+        computed = self._services.events.take()
+        holds.append(computed)
+        streams.record("compute", computed.event)
+        streams.wait("results", computed.event)
+
+    def _completion(self, holds: list[Hold], kind: Hashable, on_done: Callable[[], T]) -> asyncio.Future[T]:
+        """The future of all work queued on `results`, and on `compute` before `_pass_on`."""
+        services = self._services
+        copied = services.events.take()
+        holds.append(copied)
+        services.streams.record("results", copied.event)
+        return services.port.completion(copied.event, lane="compute", kind=kind, holds=holds, on_done=on_done)
+
+    # -- copies ---------------------------------------------------------------------------------------
+
+    def _move(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
+        """Queue a copy; rows stay in their slots."""
+        inner = self._copies.move(copy)
+        future: asyncio.Future[CopyOutput] = asyncio.get_running_loop().create_future()
+
+        def copied(done: asyncio.Future[int]) -> None:
+            error = asyncio.CancelledError() if done.cancelled() else done.exception()
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(CopyOutput(copy.copy_id, done.result(), 0))  # of a future that is done
+
+        inner.add_done_callback(copied)
+        return future
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """Mark the error as seen: the caller gets the error that broke the step."""
+    if not future.cancelled():
+        future.exception()

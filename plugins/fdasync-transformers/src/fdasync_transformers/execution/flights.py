@@ -1,6 +1,6 @@
 """Futures of steps and copies under way: steps end in the order of launch, and behind a failure nothing begins.
 
-Knows no device and no model. Made and called by `device_executor.py`, from its loop.
+Knows no device and no model. Made and called by `executor.py`, from its loop.
 """
 
 from __future__ import annotations

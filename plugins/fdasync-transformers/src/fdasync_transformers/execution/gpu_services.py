@@ -9,15 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from fdasync.gpu import packed_copy
 from fdasync.gpu.pools import EventPool, PinnedPool
 from fdasync.gpu.ports.adaptive import AdaptivePort
 from fdasync.gpu.ports.fake import AlreadyDone, FakePort
 from fdasync.gpu.streams import Streams
 
 if TYPE_CHECKING:
-    from fdasync.gpu.completion import CompletionPort
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from fdasync.gpu.completion import CompletionPort, Hold
 
 # most bytes of the buffers of steps; steps in flight need a few megabytes each
 _PINNED_NBYTES = 1 << 30
@@ -41,6 +47,23 @@ class GpuServices:
     pinned: PinnedPool
     port: CompletionPort
     graph_memory: Any
+
+    def send(self, arrays: Mapping[str, NDArray[np.generic]], holds: list[Hold]) -> dict[str, torch.Tensor]:
+        """Queue one copy of all arrays to the device; `holds` get what it uses. The arrays may change at once."""
+        device = self.streams.device
+        if device.type == "cpu":
+            return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+        sent, hold = packed_copy.send(arrays, self.pinned, device)
+        holds.append(hold)
+        return sent
+
+    def fetch(self, tensors: Mapping[str, torch.Tensor], holds: list[Hold]) -> dict[str, NDArray[np.generic]]:
+        """Queue copies of all tensors to the host; `holds` get what they use. Valid as of `packed_copy.fetch`."""
+        if self.streams.device.type == "cpu":
+            return {name: tensor.numpy() for name, tensor in tensors.items()}
+        arrays, hold = packed_copy.fetch(tensors, self.pinned)
+        holds.append(hold)
+        return arrays
 
 
 def make_services(device: torch.device) -> GpuServices:

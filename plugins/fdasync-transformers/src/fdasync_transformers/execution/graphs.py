@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fdasync_transformers.execution.device_step import Passed
 from fdasync_transformers.execution.states.plan_buffer import PlanBuffer
-from fdasync_transformers.execution.triton_paging import DeviceBatch
+from fdasync_transformers.execution.step_shape import DeviceBatch, Passed
 
 if TYPE_CHECKING:
     from fdasync.runner.base import RunnerLimits
     from fdasync_transformers.execution.device_lanes import DeviceLanes
-    from fdasync_transformers.execution.device_step import DeviceStepModel
+    from fdasync_transformers.execution.step import StepModel
     from fdasync_transformers.model.kv import KVPool
 
 
@@ -60,7 +59,7 @@ class GraphLadder:
 
     def __init__(
         self,
-        model: DeviceStepModel,
+        model: StepModel,
         lanes: DeviceLanes,
         pool: KVPool,
         sizes: tuple[int, ...],
@@ -97,7 +96,7 @@ class GraphLadder:
             self._captured[size] = _Captured(graph, passed)
         torch.cuda.synchronize(device)  # blocking: start-up, in a process of its own
 
-    def differing(self, model: DeviceStepModel, lanes: DeviceLanes, pool: KVPool) -> int:
+    def differing(self, model: StepModel, lanes: DeviceLanes, pool: KVPool) -> int:
         """A batch size whose graph computes other logits than the same step launched operation by operation; 0: none.
 
         Computes one token at the beginning of lane 0, for start-up. The other step has the graph's padding too: in

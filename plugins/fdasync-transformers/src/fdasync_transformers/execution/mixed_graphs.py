@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from fdasync_kernels.attention.prefill import PREFILL_TILE
 
-from fdasync_transformers.execution.device_step import Passed
 from fdasync_transformers.execution.graphs import MOST_ERROR
 from fdasync_transformers.execution.states.plan_buffer import PlanBuffer
-from fdasync_transformers.execution.triton_paging import DeviceBatch
+from fdasync_transformers.execution.step_shape import DeviceBatch, Passed
 
 if TYPE_CHECKING:
     from fdasync_transformers.execution.device_lanes import DeviceLanes
-    from fdasync_transformers.execution.device_step import DeviceStepModel
+    from fdasync_transformers.execution.step import StepModel
     from fdasync_transformers.model.kv import KVPool
 
 # a step of few tokens, such as what is left of a prompt behind a prefix hit, is not padded to many
@@ -56,7 +55,7 @@ class MixedLadder:
 
     def __init__(
         self,
-        model: DeviceStepModel,
+        model: StepModel,
         lanes: DeviceLanes,
         pool: KVPool,
         sizes: tuple[int, ...],

@@ -1,8 +1,8 @@
-"""The model's passes in the steps of a device: how the tokens of a step attend, and which graph replays it, if any.
+"""The model's passes in the steps of a runner: how the tokens of a step attend, and which graph replays it, if any.
 
 Where graphs are captured, a step that only decodes takes one by its number of rows (`graphs.py`), and a step with
 prompts in it one by its number of tokens (`mixed_graphs.py`). Any other step is launched operation by operation. Knows
-no samples and no futures. Made and called by `device_executor.py`.
+no samples and no futures. Made and called by `executor.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import bisect
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from fdasync_transformers.execution.device_step import Passed, batch_arrays, device_batch
 from fdasync_transformers.execution.graphs import GraphLadder
 from fdasync_transformers.execution.mixed_graphs import MixedLadder
+from fdasync_transformers.execution.step_shape import Passed, device_batch
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
     from fdasync.runner.input_batch import Batch
     from fdasync_transformers.execution.device_lanes import DeviceLanes
-    from fdasync_transformers.execution.device_step import DeviceStepModel, Way
     from fdasync_transformers.execution.parts.step_part import Arrays, StepWork
+    from fdasync_transformers.execution.step import StepModel
+    from fdasync_transformers.execution.step_shape import Way
     from fdasync_transformers.model.kv import KVPool
 
 # most bytes of keys and values that the tokens of chunks may read if each is computed as a decode: some 8 ms of an
@@ -42,7 +43,7 @@ class Passes:
         flat_tokens: a step of at most so many tokens is computed as if each were a decode, which a graph can replay.
     """
 
-    def __init__(self, model: DeviceStepModel, lanes: DeviceLanes, pool: KVPool, memory: Any) -> None:
+    def __init__(self, model: StepModel, lanes: DeviceLanes, pool: KVPool, memory: Any) -> None:
         """`memory`: of graphs."""
         self.graphs: GraphLadder | None = None
         self.run_graphs: GraphLadder | None = None
@@ -88,7 +89,7 @@ class Passes:
     def plan(self, work: StepWork) -> Arrays:
         """Decide how the step's tokens attend; what is sent of its shape."""
         work.way = "both" if work.by_operations else self.way(work.batch)
-        return batch_arrays(work.batch, work.rows, work.way) if work.total else {}
+        return self._model.arrays(work.batch, work.rows, work.way) if work.total else {}
 
     def way(self, batch: Batch) -> Way:
         """How the tokens of a step attend: in a way that a graph replays, where possible."""
@@ -114,7 +115,9 @@ class Passes:
         runs = drafted is not None and bool((drafted.widths > 1).any())
         passed = self._replayed(work, runs=runs)
         if passed is None:
-            shape = device_batch(work.batch, work.sent, work.way, runs=runs, spans=work.spans)
+            shape = device_batch(
+                work.batch, work.sent, work.way, runs=runs, spans=work.spans, takes=work.takes, tell=work.tell
+            )
             passed = self._model.forward(shape, self._lanes, self._pool)
         return passed
 

@@ -23,7 +23,7 @@ from fdasync.ipc.shared_memory import SharedRegion
 if TYPE_CHECKING:
     from fdasync.ipc.peers.blocks import BlockPull
     from fdasync.ipc.peers.pool import PeerPool
-    from fdasync_transformers.execution.executor import Bound
+    from fdasync_transformers.execution.bound import Bound
     from fdasync_transformers.execution.gpu_services import GpuServices
 
 

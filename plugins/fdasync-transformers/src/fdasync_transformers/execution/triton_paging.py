@@ -22,8 +22,8 @@ from fdasync_transformers.model.attention import Paging, Places
 
 if TYPE_CHECKING:
     from fdasync_kernels.attention.decode import Workspace
-    from fdasync_kernels.recurrence.spans import Spans
 
+    from fdasync_transformers.execution.step_shape import DeviceBatch
     from fdasync_transformers.model.kv import KVPool, LayerSpec
 
 
@@ -44,37 +44,6 @@ class Workspaces:
             found = decode_workspace(self._max_sequences, heads, value_dim, self._device, fixed=self._fixed)
             self._made[heads, value_dim] = found
         return found
-
-
-@dataclass(frozen=True)
-class DeviceBatch:
-    """A step's shape, on the device: T tokens of S sequences, decodes first.
-
-    Attributes:
-        tokens: T.
-        decodes: how many sequences, the first ones, have one token each.
-        lanes: int32 [S]; -1: padding.
-        starts: int64 [S], position of each sequence's first token here.
-        first_rows: int32 [S + 1], row of each sequence's first token, and T.
-        counts: int32 [S], tokens of each sequence; None where all are decodes.
-        tiles: int32 [n, 2] of `prefill_tiles`, of the sequences that are no decodes; None where all are.
-        rows: int64 [N], rows whose logits are wanted; None: all.
-        padded: whether rows may belong to no sequence.
-        runs: whether decodes may be several rows of one sequence, side by side.
-        spans: of recurrent layers; None: the model has none.
-    """
-
-    tokens: int
-    decodes: int
-    lanes: torch.Tensor
-    starts: torch.Tensor
-    first_rows: torch.Tensor
-    counts: torch.Tensor | None = None
-    tiles: torch.Tensor | None = None
-    rows: torch.Tensor | None = None
-    padded: bool = False
-    runs: bool = False
-    spans: Spans | None = None
 
 
 @dataclass(frozen=True)

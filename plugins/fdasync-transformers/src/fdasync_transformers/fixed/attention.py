@@ -95,7 +95,7 @@ class FixedPaging(TorchPaging):
     def attend(self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None) -> torch.Tensor:
         keys = self.pool.attended_keys[layer.index]
         values = None if layer.latent_rank else self.pool.attended_values[layer.index]
-        out = query.new_empty(*query.shape[:2], layer.latent_rank if values is None else values.shape[-1])
+        out = self.empty(query, layer.latent_rank if values is None else values.shape[-1])
         attend_blocks(self.plan.groups(layer.reach), query, keys, values, scaling, sinks, out)
         return out
 

@@ -189,34 +189,48 @@ class TorchPaging(Paging):
         pool: the KV.
         plan: which rows attend to which keys.
         blocks, offsets: int64 [T], place of each token's KV in the pool.
+        rows: int64 [n], the rows that are tokens of a sequence; None: all. Attention is zero in others.
     """
 
     pool: KVPool
     plan: RaggedPlan
     blocks: torch.Tensor
     offsets: torch.Tensor
+    rows: torch.Tensor | None = None
 
     def store(self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor | None) -> None:
-        keys = self.pool.keys[layer.index]
-        keys[self.blocks, self.offsets] = key.view(len(key), *keys.shape[2:])
+        self._store(self.pool.keys[layer.index], key)
         if value is not None:
-            values = self.pool.values[layer.index]
-            values[self.blocks, self.offsets] = value.view(len(value), *values.shape[2:])
+            self._store(self.pool.values[layer.index], value)
+
+    def _store(self, view: torch.Tensor, given: torch.Tensor) -> None:
+        blocks, offsets = self.blocks, self.offsets
+        if self.rows is not None:
+            blocks, offsets, given = blocks[self.rows], offsets[self.rows], given[self.rows]
+        view[blocks, offsets] = given.reshape(len(given), *view.shape[2:])
+
+    def empty(self, query: torch.Tensor, width: int) -> torch.Tensor:
+        """Where the attention of these queries [T, H, D] goes: [T, H, width]."""
+        make = query.new_empty if self.rows is None else query.new_zeros
+        return make(*query.shape[:2], width)
 
     def attend(self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None) -> torch.Tensor:
         keys = self.pool.attended_keys[layer.index]
         groups = self.plan.groups(layer.reach)
         if layer.latent_rank:
             # values are the keys' leading part; taking all of them keeps both head sizes equal, which is fast
-            return _attend(query, keys, keys, groups, scaling, None)[..., : layer.latent_rank]
-        return _attend(query, keys, self.pool.attended_values[layer.index], groups, scaling, sinks)
+            out = self.empty(query, keys.shape[-1])
+            return _attend(query, keys, keys, groups, scaling, None, out)[..., : layer.latent_rank]
+        values = self.pool.attended_values[layer.index]
+        return _attend(query, keys, values, groups, scaling, sinks, self.empty(query, values.shape[-1]))
 
     def attend_chosen(
         self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None, chosen: torch.Tensor
     ) -> torch.Tensor:
         keys = self.pool.attended_keys[layer.index]
         values = keys if layer.latent_rank else self.pool.attended_values[layer.index]
-        out = attend_chosen(query, keys, values, self.plan.groups(layer.reach), chosen, scaling, sinks)
+        out = self.empty(query, values.shape[-1])
+        attend_chosen(query, keys, values, self.plan.groups(layer.reach), chosen, scaling, sinks, out)
         return out[..., : layer.latent_rank] if layer.latent_rank else out
 
 
@@ -227,9 +241,9 @@ def _attend(
     groups: list[Group],
     scaling: float,
     sinks: torch.Tensor | None,
+    out: torch.Tensor,
 ) -> torch.Tensor:
-    """Queries [T, H, Dk] against views of a pool: [T, H, Dv]."""
-    out = query.new_empty(*query.shape[:2], values.shape[-1])
+    """Queries [T, H, Dk] against views of a pool, in `out` [T, H, Dv], which is returned."""
     for group in groups:
         q = group.take(query)
         k = gather(keys, group.table, group.pieces)[:, :, : group.keys]

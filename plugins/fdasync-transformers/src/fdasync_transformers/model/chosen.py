@@ -28,12 +28,13 @@ def attend_chosen(
     chosen: torch.Tensor,
     scaling: float,
     sinks: torch.Tensor | None,
+    out: torch.Tensor,
 ) -> torch.Tensor:
-    """Queries [T, H, Dk] against views of a pool, each at its positions `chosen` int [T, k] (-1: none): [T, H, Dv].
+    """Queries [T, H, Dk] against views of a pool, each at its positions `chosen` int [T, k] (-1: none), in `out`
+    [T, H, Dv], which is returned.
 
     All groups begin at position 0. No position is chosen twice, and at least one is.
     """
-    out = query.new_empty(*query.shape[:2], values.shape[-1])
     for group in groups:
         q = group.take(query)
         picked = group.take(chosen[:, None].long())[:, 0]

@@ -3,8 +3,7 @@
 A step computes only the logits that it samples from: the logits of all tokens of a prompt would not fit into memory.
 `Head` keeps the last hidden states of a pass, and runs the rest of the model over some of their rows. The rest is the
 library's own code behind the decoder (head, scaling, soft caps), so each family's logits are its own. Knows no steps
-and no sampling. Called by the step models for the executors, where prompts are scored and where the ranks of a group
-compare their hidden states, and where the model's own layers draft.
+and no sampling. Called by the step models, and by the parts of steps that score prompts and draft.
 """
 
 from __future__ import annotations
@@ -45,11 +44,6 @@ class Head:
         self._depth = 0
         # what the decoder returns, of no tokens
         self._form: Any = None
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether there is a decoder apart from the rest of the model, so that its hidden states can be kept."""
-        return self._decoder is not None
 
     @property
     def hidden(self) -> torch.Tensor:

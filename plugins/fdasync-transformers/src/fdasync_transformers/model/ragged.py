@@ -76,7 +76,8 @@ class RaggedPlan:
     With `tile_tokens`, every group has a mask, its first key of each piece stands at a multiple of that, and its number
     of keys is a multiple, too; behind a piece's last block that block comes again, masked. `shares`: of the pool.
     `pair_elements` are the elements that a call takes for each pair of query and key, where a mask's are not the most.
-    The pieces of a cut sequence are called one by one, in order.
+    The pieces of a cut sequence are called one by one, in order. `first_rows` int64 [S]: the step's row of each
+    sequence's first token; None: sequences stand side by side.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class RaggedPlan:
         tile_tokens: int = 0,
         shares: int = 1,
         pair_elements: int = 1,
+        first_rows: NDArray[np.int64] | None = None,
     ) -> None:
         self._block_tokens = block_tokens
         # blocks between the places where a tile and a block begin together
@@ -100,12 +102,13 @@ class RaggedPlan:
         self._device = device
         self._dtype = dtype
         most = _MASK_ELEMENTS // pair_elements
-        self._pieces = _cut(counts, starts, self._always_masked, most)
+        rows = np.cumsum(counts) - counts if first_rows is None else first_rows
+        self._pieces = _cut(counts, starts, rows, self._always_masked, most)
         self._members = _partition(self._pieces, block_tokens, most)
         self._groups: dict[Reach, list[Group]] = {}
 
     def groups(self, reach: Reach) -> list[Group]:
-        """The calls of a layer with this reach; together they have every row of the step once."""
+        """The calls of a layer with this reach; together they have every sequence's rows once."""
         found = self._groups.get(reach)
         if found is None:
             found = self._groups[reach] = [self._group(members, reach) for members in self._members]
@@ -153,7 +156,8 @@ class RaggedPlan:
         elif reach.kind == "chunk":
             seen &= key // reach.size == query // reach.size
         if reach.first:
-            seen &= key >= reach.first
+            # a query in front of the first position that is seen has no meaning, and is finite: it sees itself
+            seen &= (key >= reach.first) | (key == query)
         mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(~seen, float("-inf"))
 
@@ -163,16 +167,18 @@ class RaggedPlan:
 
 def _first_position(position: NDArray[np.int64], reach: Reach) -> NDArray[np.int64]:
     """The earliest position that a query at `position` sees."""
+    earliest = np.zeros_like(position)
     if reach.kind == "window":
-        return np.maximum(position - reach.size + 1, reach.first)
-    if reach.kind == "chunk":
-        return np.maximum(position // reach.size * reach.size, reach.first)
-    return np.full_like(position, reach.first)
+        earliest = position - reach.size + 1
+    elif reach.kind == "chunk":
+        earliest = position // reach.size * reach.size
+    return np.minimum(np.maximum(earliest, reach.first), position)
 
 
-def _cut(counts: NDArray[np.int64], starts: NDArray[np.int64], masked: bool, most: int) -> NDArray[np.int64]:
+def _cut(
+    counts: NDArray[np.int64], starts: NDArray[np.int64], first_rows: NDArray[np.int64], masked: bool, most: int
+) -> NDArray[np.int64]:
     """Pieces as columns [4, P]: sequence, first position, count, first row. Most sequences are one piece."""
-    first_rows = np.cumsum(counts) - counts
     whole = np.stack([np.arange(len(counts)), starts, counts, first_rows])
     # plain causal masking needs no mask, so whole prompts need no cutting
     long = (counts * (starts + counts) > most) & (masked | (starts > 0))

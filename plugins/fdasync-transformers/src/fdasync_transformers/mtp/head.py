@@ -3,7 +3,7 @@
 A layer takes the embedding of a token and the hidden state of the position before it, and its hidden state says what
 comes after that token. Embedding, rotary angles and head are the model's. The layers become a part of the model, so
 that loading, naming and updating weights reach them as they reach all others. Knows no steps, no KV and no checkpoints.
-Built by `weights/loading.py`; run by `mtp/drafter.py` and `mtp/specs.py`.
+Built by `weights/loading.py`; run by `execution/drafts/mtp_passes.py` and `mtp/specs.py`.
 """
 
 from __future__ import annotations

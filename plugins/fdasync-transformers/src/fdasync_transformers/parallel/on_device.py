@@ -1,6 +1,6 @@
 """What the ranks tell each other on the device at the end of each step: rank 0's tokens, and that they computed alike.
 
-As `in_step.py` does on the host. All of it is queued behind the step, so two steps stay in flight. Digests of each
+All of it is queued behind the step, so two steps stay in flight. Digests of each
 rank's rows, and of the first logits of the tokens that are sampled, go to all ranks with the tokens; the host compares
 the digests when the step has ended. Heads are whole on every rank, so logits have the same bits where hidden states
 have. Every step that computes anything ends with exactly one exchange, on all ranks. Knows rows, logits and tokens;
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from fdasync_kernels.collectives.digest import PARTS, digest_rows
+from fdasync_kernels.digest import PARTS
 
 from fdasync.errors import RunnerError
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import numpy as np
+    from fdasync_kernels.step_kernels import StepKernels
     from numpy.typing import NDArray
 
     from fdasync_transformers.parallel.collectives import Collectives
@@ -36,10 +37,11 @@ class StepEnds:
         leads: whether this rank samples.
     """
 
-    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+    def __init__(self, collectives: Collectives, device: torch.device, kernels: StepKernels) -> None:
         self.leads = not collectives.rank
         self._collectives = collectives
         self._device = device
+        self._kernels = kernels
 
     def queue(
         self,
@@ -70,7 +72,7 @@ class StepEnds:
             if each is not None and padding is not None:
                 each = each.clone()
                 each[: len(padding)].masked_fill_(padding.view(-1, *[1] * (each.dim() - 1)), 0)
-            digest_rows(each, message[PARTS * number : PARTS * (number + 1)], step_id)
+            self._kernels.digest_rows(each, message[PARTS * number : PARTS * (number + 1)], step_id)
         if tokens is not None and count:
             message[PARTS * len(given) :].copy_(tokens)
         return self._collectives.share(message, f"end of step {step_id}")

@@ -1,14 +1,13 @@
 """Samples tokens and log-probs from logits, for a whole step at once, in three stages.
 
 `plan_samples` plans on the host, before the logits exist. `compute_samples` samples on the device, and never waits for
-it. `read_samples` makes lists of the results on the host, after they have arrived. `sample` does the three in a row,
-for callers that may wait.
+it. `read_samples` makes lists of the results on the host, after they have arrived.
 
 GPUs sample by the kernels of `fdasync_kernels.sampling`, CPUs by `math.py`: the same arithmetic, of whole numbers.
 Every row is sampled on its own: the result for a row depends on its logits, its `SamplerSpec`, its position
 and (for penalties) its history, never on the rows beside it. Noise is a function of (seed, sample index,
 position) alone, so recomputing a position gives the same token. Knows nothing of models, sequences or
-steps. Called by the executors, once per step; pure, no state.
+steps. Called by the parts of steps; pure, no state.
 
 The order is: penalties, logit bias, mask of stop ids, grammars, temperature, top-k, top-p over what top-k left, min-p.
 That is the order of transformers' own logits processors, but for the bias: behind the penalties it is added in full,
@@ -27,14 +26,13 @@ from fdasync.errors import InvariantBroken, RunnerError
 from fdasync.result import TopLogprobs
 from fdasync.runner.base import StepOutput
 from fdasync_transformers.sampling.math import sample_on_host
-from fdasync_transformers.sampling.plan import MASKS, SamplePlan, plan_samples, uniform
+from fdasync_transformers.sampling.plan import SamplePlan, plan_samples, uniform
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from fdasync.request import SamplerSpec
 
-__all__ = ["SampleOutput", "SamplePlan", "compute_samples", "plan_samples", "read_samples", "sample", "uniform"]
+__all__ = ["SampleOutput", "SamplePlan", "compute_samples", "plan_samples", "read_samples", "uniform"]
 
 _NEG_INF = float("-inf")
 
@@ -65,51 +63,6 @@ class SampleOutput(msgspec.Struct, frozen=True):
         )
 
 
-def sample(
-    logits: torch.Tensor,
-    specs: Sequence[SamplerSpec],
-    positions: Sequence[int],
-    histories: Sequence[np.ndarray[Any, Any]],
-    masks: np.ndarray[Any, Any] | None = None,
-) -> SampleOutput:
-    """Sample one token per row, and wait for the results.
-
-    Args:
-        logits: float [N, V], any device; read only.
-        specs: N of them.
-        positions: absolute position of each token to sample; `positions[i] - prompt_len` tokens of the row were
-            sampled before it.
-        histories: int [n_i], all known tokens of each row, prompt first; read only where a penalty is in
-            force. Ids outside the vocabulary are passed over.
-        masks: of the rows under a grammar, in their order (`StepMatchers.masks`); None: there are none.
-
-    Log-probs, natural logarithm, computed in float64 and rounded to float32: `raw` is the log-softmax of the logits as
-    given. `processed` is the log-softmax of the distribution that was sampled from. A greedy row has no such
-    distribution (its token has probability 1); `processed` then is the log-softmax of the logits after
-    penalties, bias, stop mask and grammar, at temperature 1 and without filters: a trainer that recomputes log-probs of
-    a greedy rollout gets the same.
-
-    A greedy row takes the largest logit after penalties, bias, stop mask and grammar, the lowest id where several are
-    equal; top-k, top-p and min-p cannot change that and are passed over. If a stop mask would leave no token
-    at all, the row is not masked.
-
-    Raises:
-        RunnerError: a row has NaN or +inf among its logits, or no finite one.
-        InvariantBroken: lengths disagree.
-    """
-    count = len(specs)
-    if logits.ndim != 2 or not (logits.shape[0] == count == len(positions) == len(histories)):
-        lengths = f"{count} specs, {len(positions)} positions, {len(histories)} histories"
-        raise InvariantBroken(f"sample: logits {tuple(logits.shape)}, {lengths}")
-    plan = plan_samples(specs, positions, range(count), [len(history) for history in histories])
-    sent = {name: torch.from_numpy(values).to(logits.device) for name, values in plan.arrays.items()}
-    if masks is not None:
-        sent[MASKS] = torch.from_numpy(masks).to(logits.device)
-    known = torch.from_numpy(_side_by_side(histories)).to(logits.device) if plan.needs_history else None
-    results = compute_samples(logits, plan, sent, known)
-    return read_samples(plan, {name: values.cpu().numpy() for name, values in results.items()})
-
-
 def compute_samples(
     logits: torch.Tensor,
     plan: SamplePlan,
@@ -121,6 +74,16 @@ def compute_samples(
     On a GPU no operation reads a value back or has an output whose shape depends on values, and no tensor is made of
     host data: the plan has all numbers of the host. So a step can be launched while the device computes the step
     before it.
+
+    Log-probs, natural logarithm, computed in float64 and rounded to float32: `raw` is the log-softmax of the logits as
+    given. `processed` is the log-softmax of the distribution that was sampled from. A greedy row has no such
+    distribution (its token has probability 1); `processed` then is the log-softmax of the logits after
+    penalties, bias, stop mask and grammar, at temperature 1 and without filters: a trainer that recomputes log-probs of
+    a greedy rollout gets the same.
+
+    A greedy row takes the largest logit after penalties, bias, stop mask and grammar, the lowest id where several are
+    equal; top-k, top-p and min-p cannot change that and are passed over. If a stop mask would leave no token
+    at all, the row is not masked.
 
     Args:
         logits: [N, V] bfloat16, float16 or float32; read only.
@@ -230,11 +193,3 @@ def _rounded(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """As float32, in which raw ones come and results are kept; -inf where a tiny temperature leaves that range."""
     with np.errstate(over="ignore"):
         return values.astype(np.float32)
-
-
-def _side_by_side(histories: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """A table of known tokens, row by row; entries past a row's end have no meaning."""
-    table = np.zeros((len(histories), max(len(history) for history in histories)), np.int64)
-    for row, history in zip(table, histories, strict=True):
-        row[: len(history)] = history
-    return table

@@ -14,12 +14,10 @@ from fdasync.cache.host_arena import HostPart
 from fdasync.errors import ConfigError, InvariantBroken, RunnerError
 from fdasync.runner.input_batch import InputBatch
 from fdasync_transformers.capture.aux_data import make_aux
-from fdasync_transformers.execution.device_executor import DeviceExecutor
-from fdasync_transformers.execution.device_step import DeviceStepModel
-from fdasync_transformers.execution.executor import Bound, Executor
+from fdasync_transformers.execution.bound import Bound
+from fdasync_transformers.execution.executor import Executor
 from fdasync_transformers.execution.gpu_services import make_services
 from fdasync_transformers.execution.graphs import decode_rows, ladder
-from fdasync_transformers.execution.host_executor import HostExecutor
 from fdasync_transformers.execution.parts.lane_matchers import LaneMatchers
 from fdasync_transformers.execution.passes import lone_sizes
 from fdasync_transformers.execution.states.plan import plan_size
@@ -38,7 +36,7 @@ class BoundRunner:
     """What a runner has besides once its blocks are allocated.
 
     Args:
-        services: of the device; None: steps are computed where they are launched.
+        services: of the device.
         num_blocks, arena, host, snapshots: as `Runner.bind` takes them.
 
     Attributes:
@@ -51,7 +49,7 @@ class BoundRunner:
     def __init__(
         self,
         opened: OpenedRunner,
-        services: GpuServices | None,
+        services: GpuServices,
         num_blocks: int,
         arena: AuxArena | None,
         host: HostArena | None,
@@ -73,7 +71,7 @@ class BoundRunner:
             problem = f"{capacity.num_snapshots} snapshots beside {live} live states cannot be allocated: {error}"
             hint = "ask for fewer, for fewer running sequences, or for fewer drafts"
             raise ConfigError("num_snapshots", problem, hint=hint) from error
-        if isinstance(step_model, DeviceStepModel) and step_model.states is not None:
+        if step_model.by_kernels and step_model.states is not None:
             rows = decode_rows(limits)
             sizes = config.graph_sizes or ladder(rows)
             if limits.speculation:
@@ -107,11 +105,7 @@ class BoundRunner:
         if shown is not None:
             shown.bind(memory, services)
         self.sleep = opened.memory.sleep(step_model.model, pool, step_model.states)
-        self.executor: Executor
-        if services is None or not isinstance(step_model, DeviceStepModel):
-            self.executor = HostExecutor(step_model, memory)
-        else:
-            self.executor = DeviceExecutor(step_model, memory, services)
+        self.executor = Executor(step_model, memory, services)
 
 
 async def bind(
@@ -120,19 +114,16 @@ async def bind(
     """As `Runner.bind`; closes the executor where it fails."""
     if (arena is not None) != (bool(opened.capacity.aux_specs) and not opened.limits.rank):
         raise InvariantBroken("an arena is bound exactly where there are aux data")
-    services, bound = None, None
-    if isinstance(opened.model.step_model, DeviceStepModel):
-        # first, so that every failure below closes it: it has a timer
-        services = make_services(opened.device)
+    # first, so that every failure below closes it: it has a timer
+    services, bound = make_services(opened.device), None
     try:
         with current(opened.device):
             bound = BoundRunner(opened, services, num_blocks, arena, host, snapshots)
-            if isinstance(bound.executor, DeviceExecutor):
-                _warm(opened, bound.executor)
+            _warm(opened, bound.executor)
     except BaseException as error:  # closed whatever ends it, then raised
         if bound is not None:
             await bound.executor.aclose()
-        elif services is not None:
+        else:
             await services.port.aclose()
         if isinstance(error, torch.OutOfMemoryError):
             problem = f"tables, capture and graphs beside {num_blocks} KV blocks cannot be allocated: {error}"
@@ -141,7 +132,7 @@ async def bind(
     return bound
 
 
-def _warm(opened: OpenedRunner, executor: DeviceExecutor) -> None:
+def _warm(opened: OpenedRunner, executor: Executor) -> None:
     """Do at start-up what the first steps would else wait for."""
     config, limits, model = opened.config, opened.limits, opened.model
     executor.warm(limits.max_step_tokens)

@@ -194,10 +194,10 @@ def _beside_nbytes(opened: Opened, limits: RunnerLimits) -> int:
     # have graphs of their own
     rows = decode_rows(limits)
     graphs = 2 * (rows + (limits.max_running if limits.speculation else 0)) * vocab * step_model.layout.dtype.itemsize
-    if step_model.mtp_layers and limits.speculation:
+    if step_model.mtp is not None and limits.speculation:
         # of the passes that draft, whose graphs share one place; states of two passes, and of every lane
         hidden = int(step_model.model.config.hidden_size)
-        graphs += limits.max_running * (vocab + 4 * hidden * step_model.mtp_layers) * step_model.layout.dtype.itemsize
+        graphs += limits.max_running * (vocab + 4 * hidden * step_model.mtp.layers) * step_model.layout.dtype.itemsize
     # penalised logits with a count and a bit for each token; a row's sums, lists of ids and alternatives
     sampling = rows * (vocab * (4 + 4 + 1) + _SAMPLER_ROW_NBYTES)
     # float32 logits and log-probs, and the masks, places and values of alternatives

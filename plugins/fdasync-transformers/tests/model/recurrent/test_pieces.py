@@ -5,21 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fdasync_transformers.model.recurrent.pieces import Piece, Pieces, Take, cut
+from fdasync_transformers.model.sequences import Sequences
 
 from fdasync.errors import InvariantBroken
-from fdasync.runner.input_batch import Batch
 
 
-def batch(*sequences: tuple[int, int, int], decodes: int = 0) -> Batch:
+def step(*sequences: tuple[int, int, int], decodes: int = 0) -> Sequences:
     """(lane, start, count) of each."""
     lanes, starts, counts = (np.array(column, np.int64) for column in zip(*sequences, strict=True))
-    made = Batch(7, lanes, counts, decodes)
-    made.starts = starts
-    return made
+    return Sequences(lanes, starts, counts, np.cumsum(counts) - counts, decodes, np.arange(counts.sum()))
 
 
 def test_decodes_are_together_and_chunks_alone() -> None:
-    pieces = cut(batch((2, 9, 1), (0, 4, 1), (1, 0, 6), (3, 5, 1), decodes=2), ())
+    pieces = cut(step((2, 9, 1), (0, 4, 1), (1, 0, 6), (3, 5, 1), decodes=2), ())
     assert pieces == Pieces(
         (Piece(2, 1, False, -1), Piece(0, 1, False, -1)), (Piece(1, 6, True, -1), Piece(3, 1, False, -1))
     )
@@ -27,7 +25,7 @@ def test_decodes_are_together_and_chunks_alone() -> None:
 
 def test_a_chunk_is_cut_at_its_snapshots() -> None:
     takes = [Take(1, 12, 5), Take(0, 8, 3), Take(1, 4, 0), Take(2, 16, 9)]
-    pieces = cut(batch((2, 15, 1), (0, 4, 4), (1, 0, 13), decodes=1), takes)
+    pieces = cut(step((2, 15, 1), (0, 4, 4), (1, 0, 13), decodes=1), takes)
     assert pieces.singles == (Piece(2, 1, False, 9),)
     assert pieces.others == (
         Piece(0, 4, False, 3), Piece(1, 4, True, 0), Piece(1, 8, False, 5), Piece(1, 1, False, -1),
@@ -46,4 +44,4 @@ def test_a_chunk_is_cut_at_its_snapshots() -> None:
 )
 def test_snapshots_of_other_tokens_are_refused(takes: list[Take], problem: str) -> None:
     with pytest.raises(InvariantBroken, match=problem):
-        cut(batch((0, 4, 4)), takes)
+        cut(step((0, 4, 4)), takes)

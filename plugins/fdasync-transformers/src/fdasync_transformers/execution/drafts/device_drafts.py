@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import torch
-from fdasync_kernels.drafts import RUN_COLUMNS, accept_drafts, place_drafts
+from fdasync_kernels.drafts import RUN_COLUMNS
 
 from fdasync_transformers.execution.drafts.step_rows import RowPlanner, StepRows
 from fdasync_transformers.execution.parts.step_part import Accepted, PartWork, Placed, RowsPart, StepWork
@@ -20,11 +20,13 @@ from fdasync_transformers.execution.parts.step_part import Accepted, PartWork, P
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from fdasync_kernels.step_kernels import StepKernels
+
     from fdasync.events.actions import RunStep
     from fdasync.runner.base import StepOutput
+    from fdasync_transformers.execution.bound import Bound
     from fdasync_transformers.execution.device_lanes import DeviceLanes
     from fdasync_transformers.execution.drafts.step_rows import Settled
-    from fdasync_transformers.execution.executor import Bound
     from fdasync_transformers.execution.parts.step_part import Tensors
 
 
@@ -36,10 +38,11 @@ class DeviceDrafts(RowsPart[StepRows]):
         own: whether the model's own layers draft, too (`own_drafts.py`).
     """
 
-    def __init__(self, bound: Bound, lanes: DeviceLanes, *, own: bool = False) -> None:
+    def __init__(self, bound: Bound, lanes: DeviceLanes, kernels: StepKernels, *, own: bool = False) -> None:
         self._planner = RowPlanner(bound.table, bound.speculation, bound.pipeline_depth, own=own)
         self._own = own
         self._lanes = lanes
+        self._kernels = kernels
         self._vocab_size = bound.vocab_size
         self._most_rows = bound.speculation + 1
 
@@ -65,7 +68,7 @@ class DeviceDrafts(RowsPart[StepRows]):
         counts = work.sent.get("counts")
         noise = None if work.noise is None or "noise" not in own.sent else own.sent["noise"][:decodes]
         work.placed = Placed(
-            *place_drafts(
+            *self._kernels.place_drafts(
                 own.sent["runs"][:decodes],
                 own.sent["paths"],
                 self._lanes.lengths,
@@ -98,7 +101,9 @@ class DeviceDrafts(RowsPart[StepRows]):
     def _accept(self, placed: Placed, runs: torch.Tensor, tokens: torch.Tensor) -> Tensors:
         """Queue what follows from the samples (int64 [R]): known tokens and lengths. Returns what `_settle` takes."""
         lanes = self._lanes
-        counts = accept_drafts(runs, tokens, placed.starts, placed.used, lanes.lengths, lanes.tokens, self._most_rows)
+        counts = self._kernels.accept_drafts(
+            runs, tokens, placed.starts, placed.used, lanes.lengths, lanes.tokens, self._most_rows
+        )
         return {"starts": placed.starts, "counts": counts, "used": placed.used}
 
     def _settle(self, step: StepRows, fetched: Mapping[str, Any]) -> Settled:
@@ -119,7 +124,7 @@ class DeviceDrafts(RowsPart[StepRows]):
         for counts in (None, rows):
             for noise in (None, floats):
                 placed = Placed(
-                    *place_drafts(
+                    *self._kernels.place_drafts(
                         runs, paths, self._lanes.lengths, self._lanes.tokens, self._vocab_size, self._most_rows,
                         rows, rows.long(), counts, noise, noise, drafted,
                     )

@@ -1,10 +1,10 @@
-"""The passes of multi-token prediction (MTP) layers on a device: over a step's rows, and over drafts' rows.
+"""The passes of multi-token prediction (MTP) layers: over a step's rows, and over drafts' rows.
 
 In a step the layers go over the model's own rows, with the hidden state of the row before. So their KV of a position
 comes of the pass whose row of it stands, a graph of the step holds them too, and nothing of it depends on what is
 sampled (docs/design.md, rule 43). What the step leaves of each sequence, the states of its last position that stands,
 is kept by lane; blocks carry it too (`mtp/specs.py`), and a sequence that starts on cached blocks gets it from there.
-Knows lanes and blocks; knows no steps and no sampling. Made by `execution/device_step.py`, which calls it in every
+Knows lanes and blocks; knows no steps and no sampling. Made by `execution/step.py`, which calls it in every
 pass; what follows a step is called by `execution/drafts/own_drafts.py`.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from fdasync_kernels.states import keep_states, shift_states
 
 from fdasync.errors import InvariantBroken
 from fdasync_transformers.model.attention import NAME
@@ -22,10 +21,11 @@ from fdasync_transformers.mtp.specs import LAYERS, carry_of
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from fdasync_kernels.step_kernels import StepKernels
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from fdasync_transformers.execution.device_lanes import DeviceLanes
-    from fdasync_transformers.execution.triton_paging import DeviceBatch
+    from fdasync_transformers.execution.step_shape import DeviceBatch
     from fdasync_transformers.model.attention import StepContext
     from fdasync_transformers.model.kv import KVLayout, KVPool
     from fdasync_transformers.mtp.head import MtpHead
@@ -37,6 +37,7 @@ class DevicePasses(Protocol):
 
     model: PreTrainedModel
     layout: KVLayout
+    kernels: StepKernels
 
     def inference(self) -> AbstractContextManager[None]: ...
 
@@ -85,7 +86,9 @@ class DeviceMtp:
         states = [hidden]
         kept, most = self._kept(lanes), lanes.tokens.shape[1]
         for number in range(self.layers):
-            given = shift_states(states[-1], kept[:, number], batch.lanes, batch.starts, batch.first_rows, most)
+            given = self._passes.kernels.shift_states(
+                states[-1], kept[:, number], batch.lanes, batch.starts, batch.first_rows, most
+            )
             states.append(self._run(number, ids, given, context))
         return tuple(states[: self.layers])
 
@@ -141,7 +144,7 @@ class DeviceMtp:
         layout = self._passes.layout
         for depth, each in enumerate(states):
             # a graph's states have its padding, too
-            keep_states(
+            self._passes.kernels.keep_states(
                 each[: batch.tokens], depth, lanes.lengths, num_runs, batch.lanes, batch.starts, batch.first_rows,
                 lanes.tables, self._kept(lanes), pool.keys[self._carry], shares=layout.shares,
                 first_share=layout.first_share, block_tokens=pool.block_tokens,

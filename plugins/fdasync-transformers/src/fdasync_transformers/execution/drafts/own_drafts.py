@@ -14,24 +14,22 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import torch
-from fdasync_kernels.own_drafts import draft_noise, draft_room, draft_rows, take_drafts
 
 from fdasync.errors import InvariantBroken
-from fdasync_transformers.execution.device_step import device_batch
 from fdasync_transformers.execution.drafts.draft_graphs import DraftGraphs
 from fdasync_transformers.execution.parts.step_part import PartWork, StepPart, of_prefix
-from fdasync_transformers.execution.triton_paging import DeviceBatch
+from fdasync_transformers.execution.step_shape import DeviceBatch, device_batch
 from fdasync_transformers.sampling.sampler import SamplePlan, compute_samples, plan_samples
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fdasync.events.actions import RunStep
+    from fdasync_transformers.execution.bound import Bound
     from fdasync_transformers.execution.device_lanes import DeviceLanes
-    from fdasync_transformers.execution.device_step import DeviceStepModel
     from fdasync_transformers.execution.drafts.step_rows import StepRows
-    from fdasync_transformers.execution.executor import Bound
     from fdasync_transformers.execution.parts.step_part import Arrays, StepWork, Tensors
+    from fdasync_transformers.execution.step import StepModel
 
 # of the arrays that `enter` takes
 _ENTERED = ("entered", "entered_blocks")
@@ -52,11 +50,12 @@ class OwnDrafts(StepPart[SamplePlan | None]):
 
     name = "own"
 
-    def __init__(self, model: DeviceStepModel, bound: Bound, lanes: DeviceLanes, memory: Any) -> None:
+    def __init__(self, model: StepModel, bound: Bound, lanes: DeviceLanes, memory: Any) -> None:
         if model.mtp is None:
             raise InvariantBroken("drafts of a model without layers that draft")
         self._model = model
         self._mtp = model.mtp
+        self._kernels = model.kernels
         self._bound = bound
         self._lanes = lanes
         self._most = bound.speculation
@@ -81,12 +80,12 @@ class OwnDrafts(StepPart[SamplePlan | None]):
         batch = DeviceBatch(1, 1, padding, zeros[:1], torch.arange(2, dtype=torch.int32, device=states.device))
         rows = states.new_zeros((1, states.shape[2]))
         self._mtp.keep((rows,) * self._mtp.layers, batch, 1, tables, pool)
-        draft_room(padding, zeros[:1], tables.lengths, tables.drafted, 0, tables.tokens.shape[1])
+        self._kernels.draft_room(padding, zeros[:1], tables.lengths, tables.drafted, 0, tables.tokens.shape[1])
         floats = torch.zeros((1, 4), dtype=torch.float64, device=states.device)
-        draft_noise(padding, floats[:, :1].contiguous(), zeros[:1], tables.lengths, 0, floats)
+        self._kernels.draft_noise(padding, floats[:, :1].contiguous(), zeros[:1], tables.lengths, 0, floats)
         # as ranks are told tokens, and as they are sampled
         for tokens in (padding, zeros[:1]):
-            take_drafts(padding, tables.lengths, tables.drafted, 0, tokens, tables.tokens)
+            self._kernels.take_drafts(padding, tables.lengths, tables.drafted, 0, tokens, tables.tokens)
 
     def plan(self, work: StepWork) -> PartWork[SamplePlan | None]:
         arrays, plan = self._arrays(work.step, work.drafted), self._plan_samples(work.drafted)
@@ -153,7 +152,7 @@ class OwnDrafts(StepPart[SamplePlan | None]):
         if "lanes" not in sent:
             return
         lanes, tables = sent["lanes"], self._lanes
-        draft_room(lanes, sent["rooms"], tables.lengths, tables.drafted, most, tables.tokens.shape[1])
+        self._kernels.draft_room(lanes, sent["rooms"], tables.lengths, tables.drafted, most, tables.tokens.shape[1])
         states = None
         for depth in range(most):
             replayed = None if self._graphs is None else self._graphs.replay(depth, lanes)
@@ -161,7 +160,9 @@ class OwnDrafts(StepPart[SamplePlan | None]):
             tokens = None
             if plan is not None and logits is not None:
                 if _FLOATS in numbers and "noise" in sent:
-                    draft_noise(lanes, sent["noise"], sent["first"], tables.lengths, depth, numbers[_FLOATS])
+                    self._kernels.draft_noise(
+                        lanes, sent["noise"], sent["first"], tables.lengths, depth, numbers[_FLOATS]
+                    )
                 tokens = compute_samples(self._bound.trim(logits), plan, numbers, tables.tokens)["tokens"]
             if self._group is not None:
                 message = torch.zeros(len(lanes), dtype=torch.int32, device=lanes.device)
@@ -169,14 +170,15 @@ class OwnDrafts(StepPart[SamplePlan | None]):
                     message.copy_(tokens)
                 tokens = self._group.share(message, "drafts")[0]
             if tokens is not None:
-                take_drafts(lanes, tables.lengths, tables.drafted, depth, tokens.contiguous(), tables.tokens)
+                tokens = tokens.contiguous()
+                self._kernels.take_drafts(lanes, tables.lengths, tables.drafted, depth, tokens, tables.tokens)
 
     def _pass(
         self, depth: int, lanes: torch.Tensor, before: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """States of all rows of the pass of this depth, and logits [D, V]; none on ranks that do not sample."""
         each = self._mtp.rows_of(depth)
-        row_lanes, starts = draft_rows(lanes, self._lanes.lengths, self._lanes.drafted, depth, each)
+        row_lanes, starts = self._kernels.draft_rows(lanes, self._lanes.lengths, self._lanes.drafted, depth, each)
         count = len(row_lanes)
         first_rows = torch.arange(count + 1, dtype=torch.int32, device=lanes.device)
         rows = DeviceBatch(count, count, row_lanes, starts, first_rows)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fdasync.gpu import packed_copy as packed
 from fdasync_transformers.execution.parts.lane_matchers import StepMatchers
 from fdasync_transformers.execution.parts.step_part import PartWork, StepPart
 from fdasync_transformers.sampling.plan import MASKS
@@ -43,8 +42,7 @@ class Grammars(StepPart[StepMatchers]):
 
     def after(self, work: StepWork, own: PartWork[StepMatchers]) -> Tensors:
         masks = {MASKS: own.plan.masks()}
-        work.masks, hold = packed.send(masks, self._services.pinned, self._services.streams.device)
-        work.holds.append(hold)
+        work.masks = self._services.send(masks, work.holds)
         return {}
 
     def read(

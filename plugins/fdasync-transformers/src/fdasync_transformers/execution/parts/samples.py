@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fdasync.runner.base import StepOutput
+    from fdasync_transformers.execution.bound import Bound
     from fdasync_transformers.execution.device_lanes import DeviceLanes
-    from fdasync_transformers.execution.executor import Bound
     from fdasync_transformers.execution.parts.step_part import StepWork, Tensors
 
 

@@ -1,7 +1,7 @@
 """A step is made of parts. Each brings one feature of a step: samples, scores of prompts, grammars, rows of aux data,
 drafts, recurrent states, what ranks tell each other.
 
-`device_executor.py` plays each step in five turns, and asks all parts in each of them:
+`executor.py` plays each step in five turns, and asks all parts in each of them:
 
 1. plan: on the host; the arrays that ride on the step's one copy to the device.
 2. before: in front of the model's pass.
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
     from fdasync_kernels.recurrence.spans import Spans
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from fdasync.gpu.completion import Hold
     from fdasync.runner.base import StepOutput
     from fdasync.runner.input_batch import Batch
-    from fdasync_transformers.execution.device_step import Passed, Way
     from fdasync_transformers.execution.drafts.step_rows import Settled, StepRows
+    from fdasync_transformers.execution.step_shape import Passed, Way
+    from fdasync_transformers.model.recurrent.pieces import Take
 
 T = TypeVar("T")
 #: what a part plans of a step
@@ -92,6 +93,8 @@ class StepWork:
         noise: float64 [J, 4] on the device, numbers of the samples' jobs; the second is the noise, which drafts set.
         placed: where the decodes are; None: it has no drafts, or samples nothing.
         spans: the plan of recurrent states for the pass; `state_plan` likewise for graphs.
+        takes: snapshots of recurrent states that the pass takes, where no kernel computes them.
+        tell: gets what each indexer picks in the pass; None: nobody asks.
         passed: what the pass computed; its logits are of `rows`, and wider than the vocabulary (`Bound.trim`). None:
             there is no pass.
         staged: rows of aux data on the device, by the name of their spec.
@@ -116,6 +119,8 @@ class StepWork:
     placed: Placed | None = None
     spans: Spans | None = None
     state_plan: tuple[torch.Tensor, torch.Tensor | None] | None = None
+    takes: tuple[Take, ...] = ()
+    tell: Callable[[int, torch.Tensor], None] | None = None
     passed: Passed | None = None
     staged: Tensors = field(default_factory=dict)
     masks: Tensors = field(default_factory=dict)

@@ -14,7 +14,7 @@ from fdasync_kernels.recurrence.spans import FRESH, Spans, plan_spans
 if TYPE_CHECKING:
     from fdasync_kernels.recurrence.spans import PlanSize
 
-    from fdasync_transformers.execution.device_step import DeviceStepModel
+    from fdasync_transformers.execution.step import StepModel
 
 
 class PlanBuffer:
@@ -28,7 +28,7 @@ class PlanBuffer:
         self._owners = torch.full((rows,), -1, dtype=torch.int32, device=device) if rows else None
 
     @classmethod
-    def of(cls, model: DeviceStepModel, rows: int = 0) -> PlanBuffer | None:
+    def of(cls, model: StepModel, rows: int = 0) -> PlanBuffer | None:
         """None: the model has no recurrent layers."""
         return None if model.plan_size is None else cls(model.plan_size, rows, model.model.device)
 

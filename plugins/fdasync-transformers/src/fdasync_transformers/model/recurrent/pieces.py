@@ -14,7 +14,7 @@ from fdasync.errors import InvariantBroken
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fdasync.runner.input_batch import Batch
+    from fdasync_transformers.model.sequences import Sequences
 
 
 class Take(NamedTuple):
@@ -53,28 +53,28 @@ class Pieces(NamedTuple):
     others: tuple[Piece, ...]
 
 
-def cut(batch: Batch, takes: Sequence[Take]) -> Pieces:
+def cut(step: Sequences, takes: Sequence[Take]) -> Pieces:
     """Raises InvariantBroken for snapshots of tokens that the step does not compute, and of one place twice."""
     of_lane: dict[int, list[Take]] = {}
     for take in sorted(takes, key=lambda one: one.position):
         of_lane.setdefault(take.lane, []).append(take)
     if len({take.place for take in takes}) != len(takes):
-        raise InvariantBroken(f"step {batch.step_id} takes two snapshots in one place")
+        raise InvariantBroken("a step takes two snapshots in one place")
     pieces: list[list[Piece]] = []
-    for lane, start, count in zip(batch.lanes.tolist(), batch.starts.tolist(), batch.counts.tolist(), strict=True):
+    for lane, start, count in zip(step.lanes.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True):
         own: list[Piece] = []
         at, end = start, start + count
         for take in of_lane.pop(lane, ()):
             if not at < take.position <= end:
-                raise InvariantBroken(f"step {batch.step_id} has no tokens {at} to {take.position} for a snapshot")
+                raise InvariantBroken(f"a step has no tokens {at} to {take.position} for a snapshot")
             own.append(Piece(lane, take.position - at, at == 0, take.place))
             at = take.position
         if at < end:
             own.append(Piece(lane, end - at, at == 0, -1))
         pieces.append(own)
     if of_lane:
-        raise InvariantBroken(f"step {batch.step_id} takes snapshots of lanes {sorted(of_lane)}, and computes none")
-    decodes = pieces[: batch.num_decodes]
+        raise InvariantBroken(f"a step takes snapshots of lanes {sorted(of_lane)}, and computes none")
+    decodes = pieces[: step.decodes]
     alone = all(len(own) == 1 and not own[0].fresh for own in decodes)
     flat = [piece for own in pieces for piece in own]
     together = len(decodes) if alone else 0

@@ -23,6 +23,9 @@ from fdasync_transformers.model.recurrent.time_steps import bounded_forward
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from fdasync_transformers.model.recurrent.mixers import Mixer
     from fdasync_transformers.model.recurrent.pieces import Piece, Pieces
     from fdasync_transformers.model.recurrent.states import Part, StateLayout, States
@@ -86,17 +89,18 @@ class RecurrentSteps:
         self.forwards = [MixedForward(mixer) for mixer in find_mixers(model)]
 
     @contextmanager
-    def step(self, pieces: Pieces, states: States) -> Iterator[None]:
-        """Within the context the model computes these pieces, in this order.
+    def step(self, pieces: Pieces, states: States, rows: NDArray[np.int64]) -> Iterator[None]:
+        """Within the context the model computes these pieces, in this order, which have these rows of the step.
 
         A sequence that decodes several tokens leaves a version of its state behind each (`States.versions`), from the
-        second one on.
+        second one on. Rows of no piece get zeros.
         """
+        tokens = torch.from_numpy(rows).to(states.memory.device)
         rounds = _rounds(pieces.singles, states)
         try:
             for forward in self.forwards:
                 parts = self.layout.parts[forward.mixer.name]
-                forward.compute = _MixerStep(forward, parts, pieces, states, rounds)
+                forward.compute = _MixerStep(forward, parts, pieces, states, rounds, tokens)
             yield
         finally:
             for forward in self.forwards:
@@ -135,15 +139,34 @@ class _MixerStep:
     """One mixer's part of a step."""
 
     def __init__(
-        self, forward: MixedForward, parts: tuple[Part, ...], pieces: Pieces, states: States, rounds: list[_Round]
+        self,
+        forward: MixedForward,
+        parts: tuple[Part, ...],
+        pieces: Pieces,
+        states: States,
+        rounds: list[_Round],
+        tokens: torch.Tensor,
     ) -> None:
         self._forward = forward
         self._parts = parts
         self._pieces = pieces
         self._states = states
         self._rounds = rounds
+        self._tokens = tokens
 
     def __call__(self, hidden: torch.Tensor, others: dict[str, Any]) -> Any:
+        if hidden.shape[1] == len(self._tokens):
+            return self._compute(hidden, others)
+        whole = self._compute(hidden.index_select(1, self._tokens), others)
+        if isinstance(whole, tuple):
+            return tuple(None if part is None else self._placed(part, hidden.shape[1]) for part in whole)
+        return self._placed(whole, hidden.shape[1])
+
+    def _placed(self, part: torch.Tensor, count: int) -> torch.Tensor:
+        """An output of the pieces, as one of all the step's rows."""
+        return part.new_zeros(1, count, *part.shape[2:]).index_copy_(1, self._tokens, part)
+
+    def _compute(self, hidden: torch.Tensor, others: dict[str, Any]) -> Any:
         singles, rest = self._pieces
         outputs: list[tuple[torch.Tensor | None, ...]] = []
         out: Any = None
