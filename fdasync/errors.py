@@ -374,6 +374,20 @@ class GrammarFailed(PermanentError):
         super().__init__(f"the grammar could not be kept: {problem}")
 
 
+class ProcessorFailed(PermanentError):
+    """A logits processor failed in a request that asked for it; the request was ended, others go on.
+
+    Attributes:
+        problem: the processor's name, and what went wrong.
+        partial: the `Result` so far.
+    """
+
+    def __init__(self, problem: str, partial: Any = None) -> None:
+        self.problem = problem
+        self.partial = partial
+        super().__init__(f"the logits could not be processed: {problem}")
+
+
 class InvariantBroken(PermanentError):
     """A rule that fdasync itself must keep did not hold: a defect here or in a plugin.
 

@@ -55,6 +55,9 @@ MAX_TOP_LOGPROBS = 64
 MAX_LOGIT_BIAS_TOKENS = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_GRAMMAR_CHARS = 1 << 16
+#: logits processors of one request, and bytes of their settings
+MAX_PROCESSORS = 8
+MAX_PROCESSORS_NBYTES = 1 << 16
 #: as much as a message between instances has room for
 MAX_SALT_CHARS = 4096
 #: for checks without a model: token ids are int32
@@ -180,6 +183,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         logit_bias: by token id, what is added to the token's logit, in [-100, 100], for 1024 ids at most. It is added
             after the penalties, which do not scale it, and before the temperature: 100 forces a token and -100 bars
             one, for logits as models have them. Ids may be strings of digits, as in JSON.
+        processors: plugins that change the logits before all else, in this order; the settings of each by its name
+            (`fdasync.processors`). An engine takes the names that its runner was started with. Raw log-probs are of
+            the model's logits, as ever; processed ones of the changed logits.
         grammar: tokens that it does not allow cannot be sampled, whatever their bias. EOS can be sampled where the text
             may end, and nothing else where it must; so it goes with neither `ignore_eos` nor `min_tokens`. An answer
             that ends otherwise (length, a stop string) is the beginning of a text that it allows.
@@ -217,6 +223,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     logit_bias: Annotated[dict[int, _Bias], Meta(max_length=MAX_LOGIT_BIAS_TOKENS)] = {}
+    processors: Annotated[dict[str, dict[str, Any]], Meta(max_length=MAX_PROCESSORS)] = {}
     grammar: Grammar | None = None
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
     stop: str | Annotated[tuple[str, ...], Meta(max_length=MAX_STOP_STRINGS)] = ()
@@ -251,6 +258,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """
         copy = converted(SamplingParams, msgspec.structs.asdict(self), whole="params")
         copy._check(vocab_size)
+        if copy.processors:
+            own = dict(msgspec.json.decode(copy.packed_processors()))
+            return msgspec.structs.replace(copy, processors=own)
         return copy
 
     def _check(self, vocab_size: int) -> None:
@@ -266,6 +276,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise BadInput(
                 "prompt_top_logprobs", "needs", other="prompt_logprobs_start", hint="0 scores the whole prompt"
             )
+        if self.processors:
+            self._check_processors()
         if self.top_logprobs and self.logprobs == "none":
             raise BadInput("top_logprobs", "needs logprobs", hint='set logprobs="raw" or "processed"')
         for text in self.stop:
@@ -277,6 +289,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             for token in tokens:
                 if not 0 <= token < vocab_size:
                     raise BadInput(field, f"{token} is outside the vocabulary", limit=f"0 to {vocab_size - 1}")
+
+    def packed_processors(self) -> bytes:
+        """Names and settings as a `SamplerSpec` has them; empty: there are none."""
+        return msgspec.json.encode(list(self.processors.items())) if self.processors else b""
+
+    def _check_processors(self) -> None:
+        try:
+            nbytes = len(self.packed_processors())
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadInput("processors", f"settings that are no JSON: {error}") from None
+        if nbytes > MAX_PROCESSORS_NBYTES:
+            raise BadInput("processors", f"{nbytes} bytes of settings as JSON", limit=MAX_PROCESSORS_NBYTES)
+        if self.top_logprobs and self.logprobs in ("raw", "both"):
+            raise BadInput("top_logprobs", "cannot be raw with", other="processors", hint='set logprobs="processed"')
 
     def _check_grammar(self, grammar: Grammar) -> None:
         # an object that its caller made is not checked yet
@@ -548,6 +574,7 @@ class SamplerSpec(msgspec.Struct, frozen=True, array_like=True):
         bias_ids, bias_values: token ids, int32 little-endian, each once, and what is added to the logit of each after
             the penalties, float32 little-endian; both empty without a bias.
         grammar: a `Grammar`, packed; empty: none. The scheduler passes it on and does not read it.
+        processors: names and settings of logits processors, JSON (`SamplingParams.processors`); empty: none. Likewise.
         score_from: position of the first token of the prompt whose log-prob is wanted; -1: none is. At position 0
             there is none to compute.
         score_top: how many alternatives beside each of these log-probs.
@@ -576,6 +603,7 @@ class SamplerSpec(msgspec.Struct, frozen=True, array_like=True):
     score_from: int = -1
     score_top: int = 0
     chosen_from: int = -1
+    processors: bytes = b""
 
     def logit_bias(self) -> dict[int, float]:
         """The bias by token id, for a runner that samples one sequence at a time."""

@@ -233,7 +233,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_transformers.start": (
-            *_ARENAS, *_RUNNER, "fdasync_kernels.experts.stored", "fdasync.ipc.exchange", "fdasync.registry.mapping",
+            *_ARENAS, *_RUNNER, "fdasync_kernels.experts.stored", "fdasync.ipc.exchange", "fdasync.registry.*",
             "fdasync.request", "fdasync.runner.report", "fdasync_transformers.capture.*",
             "fdasync_transformers.execution.*", "fdasync_transformers.fixed.*", "fdasync_transformers.fused.*",
             "fdasync_transformers.model.*", "fdasync_transformers.mtp.*", "fdasync_transformers.parallel.*",

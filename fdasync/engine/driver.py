@@ -12,7 +12,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fdasync.errors import INTERRUPTS, GrammarFailed, InvariantBroken
+from fdasync.errors import INTERRUPTS, GrammarFailed, InvariantBroken, ProcessorFailed
 from fdasync.events.actions import (
     ELSEWHERE,
     CopyRows,
@@ -301,6 +301,8 @@ class Driver:
                 self._output.take_scores(output.scores)
             for key, problem in output.problems:
                 self._output.spoil(key, GrammarFailed(problem))
+            for key, problem in output.unprocessed:
+                self._output.spoil(key, ProcessorFailed(problem))
         except BaseException as error:
             # also where the future was cancelled: the engine cannot go on without the step
             self._bus.publish(StepFailed(step_id=step_id, problem=str(error)))

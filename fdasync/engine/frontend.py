@@ -28,6 +28,7 @@ from fdasync.errors import (
     EngineClosed,
     EngineFailed,
     GrammarFailed,
+    ProcessorFailed,
 )
 from fdasync.events.catalog import AbortRequested
 from fdasync.ipc.deadlines import wait_within
@@ -355,13 +356,14 @@ class Frontend:
 
     def result(self, request: RequestState) -> Result:
         """The result of an ended request. Raises EngineFailed if the engine's failure ended it, DecodeFailed if its
-        text could not be made, GrammarFailed if its grammar could not be kept; all carry what there is."""
+        text could not be made, GrammarFailed if its grammar could not be kept, ProcessorFailed if its logits could not
+        be processed; all carry what there is."""
         result = request.result(self._runtime.capacity)
         if request.failure is not None:
             self.failure_seen = True
             raise EngineFailed(request.failure, result)
-        if isinstance(request.spoiled, GrammarFailed):
-            raise GrammarFailed(request.spoiled.problem, result)
+        if isinstance(request.spoiled, GrammarFailed | ProcessorFailed):
+            raise type(request.spoiled)(request.spoiled.problem, result)
         if request.spoiled is not None:
             raise DecodeFailed(request.spoiled, result)
         return result

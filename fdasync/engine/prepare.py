@@ -124,6 +124,11 @@ class Preparer:
         if params.chosen_positions_start is not None and self.capacity.chosen is None:
             problem = "was asked for, but this engine's model has no indexers, or its runner does not tell"
             raise BadInput("chosen_positions_start", problem)
+        for name in params.processors:
+            if name not in self.capacity.processors:
+                there = ", ".join(self.capacity.processors) or "none"
+                hint = "runner_config.processors says which ones an engine has"
+                raise BadInput("processors", f"{name!r:.100} is none of this engine's: {there}", hint=hint)
         if params.grammar is not None and not self.capacity.grammars:
             raise BadInput("grammar", "was asked for, but this engine's runner samples under none")
         self._check_options(ask, deadline_s)
@@ -314,6 +319,7 @@ class Preparer:
         seed = self._rng.getrandbits(63) if params.seed is None else params.seed
         bias = params.logit_bias
         bias_ids, bias_values = array("i", bias).tobytes(), array("f", bias.values()).tobytes()
+        processors = params.packed_processors()
         score_from = -1 if params.prompt_logprobs_start is None or not scores else params.prompt_logprobs_start
         chosen: tuple[int, ...] = (-1,) * len(keys)
         if params.chosen_positions_start is not None:
@@ -330,9 +336,10 @@ class Preparer:
                 stop_ids=stop_ids if hand_off is None else frozenset(),
                 priority=ask.priority,
                 deadline=deadline,
-                # of a grammar that breaks, the tokens so far are told
+                # of a grammar or a processor that breaks, the tokens so far are told
                 emits=params.logprobs != "none"
-                or (hand_off is None and (ask.streams or bool(params.stop) or params.grammar is not None)),
+                or (hand_off is None and (ask.streams or bool(params.stop) or params.grammar is not None))
+                or bool(processors),
                 checks_stops=hand_off is None and bool(params.stop),
                 start=ask.start if rows and hand_off is None else -1,
                 decoders=() if hand_off is None else hand_off.decoders,
@@ -361,6 +368,7 @@ class Preparer:
                     bias_ids=bias_ids,
                     bias_values=bias_values,
                     grammar=b"" if params.grammar is None else params.grammar.packed(),
+                    processors=processors,
                     # for the request, by its first sample
                     score_from=score_from if index == 0 else -1,
                     score_top=params.prompt_top_logprobs,

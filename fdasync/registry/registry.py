@@ -24,12 +24,13 @@ T = TypeVar("T")
 COMMANDS = "fdasync.commands"
 DRAFTERS = "fdasync.drafters"
 POLICIES = "fdasync.policies"
+PROCESSORS = "fdasync.processors"
 RUNNERS = "fdasync.runners"
 STORES = "fdasync.stores"
 TAPS = "fdasync.taps"
 TOKENIZERS = "fdasync.tokenizers"
 TRANSPORTS = "fdasync.transports"
-GROUPS = (COMMANDS, DRAFTERS, POLICIES, RUNNERS, STORES, TAPS, TOKENIZERS, TRANSPORTS)
+GROUPS = (COMMANDS, DRAFTERS, POLICIES, PROCESSORS, RUNNERS, STORES, TAPS, TOKENIZERS, TRANSPORTS)
 
 
 class PluginInfo(msgspec.Struct, frozen=True, kw_only=True):

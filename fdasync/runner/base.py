@@ -168,6 +168,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
             the positions [a, b) scores the tokens at [a + 1, b + 1) that are wanted and belong to the prompt.
         problems: sequences whose grammar cannot be kept any further, and why; each is told once. Their tokens from this
             step on have no meaning.
+        unprocessed: likewise, sequences whose logits a processor could not change.
         own_drafts: how many drafts of the runner's own drafter the step forwarded of each sampled sequence, 0 where it
             forwarded the host's drafts; None: `Capacity.drafter` is "".
     """
@@ -180,6 +181,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     counts: tuple[int, ...] | None = None
     scores: tuple[PromptScores, ...] = ()
     problems: tuple[tuple[int, str], ...] = ()
+    unprocessed: tuple[tuple[int, str], ...] = ()
     own_drafts: tuple[int, ...] | None = None
 
 

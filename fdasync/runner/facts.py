@@ -44,6 +44,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer: entry-point name in `fdasync.tokenizers`: of a runner, the one that fits; of a generator, the one
             that was made of `model_path`. "": there is none, or an object was given instead.
         grammars: samples are drawn under the `Grammar` that a sequence asks for (`SamplerSpec.grammar`).
+        processors: names of the logits processors that a sequence may ask for (`SamplerSpec.processors`).
         scores_prompts: steps return the log-probs of prompts' tokens that sequences ask for (`StepOutput.scores`).
         routing_debug: rows name positions, not experts, as `RunnerLimits` asked.
         dtype: that the model computes in ("bfloat16"); "": not told.
@@ -75,6 +76,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     top_k_by_layer: _Layers | None = None
     tokenizer: _Words = ""
     grammars: bool = False
+    processors: Annotated[tuple[_Words, ...], Meta(max_length=64)] = ()
     scores_prompts: bool = False
     routing_debug: bool = False
     dtype: _Words = ""

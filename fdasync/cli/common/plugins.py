@@ -12,20 +12,24 @@ from typing import TYPE_CHECKING, Any
 from fdasync.cache.store.base import Store
 from fdasync.drafting import Drafter
 from fdasync.events.tap import Tap
-from fdasync.registry.registry import DRAFTERS, POLICIES, RUNNERS, STORES, TAPS, TRANSPORTS, Registry
+from fdasync.registry.registry import DRAFTERS, POLICIES, PROCESSORS, RUNNERS, STORES, TAPS, TRANSPORTS, Registry
 from fdasync.runner.base import Runner
 from fdasync.scheduler.state.policy import Policy
 
 if TYPE_CHECKING:
     from fdasync.registry.registry import PluginInfo
 
-# the contract of transports belongs to a distribution that may not be installed, and then nothing uses them
-_FLEET, _CONTRACT = "fdasync_fleet", "fdasync_fleet.transfer.base"
+# contracts that belong to distributions which may not be installed, and then nothing uses them
+_APART = {
+    PROCESSORS: ("fdasync_transformers.sampling.processors", "LogitsProcessor"),
+    TRANSPORTS: ("fdasync_fleet.transfer.base", "Transport"),
+}
 
 
 def checked_plugins() -> list[PluginInfo]:
     """All plugins, with their problems; takes some seconds where plugins are heavy."""
     bases: dict[str, Any] = {DRAFTERS: Drafter, POLICIES: Policy, RUNNERS: Runner, STORES: Store, TAPS: Tap}
-    if find_spec(_FLEET) is not None:
-        bases[TRANSPORTS] = importlib.import_module(_CONTRACT).Transport
+    for group, (module, name) in _APART.items():
+        if find_spec(module.partition(".")[0]) is not None:
+            bases[group] = getattr(importlib.import_module(module), name)
     return Registry().list(bases)

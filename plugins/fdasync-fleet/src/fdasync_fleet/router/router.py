@@ -375,6 +375,9 @@ class Router(Generator):
         if params.chosen_positions_start is not None:
             problem = "was asked for, and no message between instances carries them"
             raise BadInput("chosen_positions_start", problem, hint="ask an engine that serves alone")
+        if params.processors:
+            problem = "were asked for, and a router does not know which instances have them"
+            raise BadInput("processors", problem, hint="ask an engine that serves alone")
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=self._rng.getrandbits(63))
         return msgspec.structs.replace(asked, params=params)

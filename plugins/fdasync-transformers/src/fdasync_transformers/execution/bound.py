@@ -13,6 +13,8 @@ import torch
 from fdasync.runner.chosen import LentRows
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena, HostPart
     from fdasync.runner.input_batch import InputBatch
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.execution.parts.lane_matchers import LaneMatchers
     from fdasync_transformers.model.kv import KVPool
     from fdasync_transformers.parallel.collectives import Collectives
+    from fdasync_transformers.sampling.processors import LogitsProcessor
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -44,6 +47,7 @@ class Bound:
         speculation: most drafts of a sequence that a step verifies; the table has room for them.
         pipeline_depth: most steps in flight.
         lent: memory for what indexers choose, by sequence.
+        processors: of logits, by name.
     """
 
     pool: KVPool
@@ -61,6 +65,7 @@ class Bound:
     speculation: int = 0
     pipeline_depth: int = 1
     lent: LentRows = field(default_factory=LentRows)
+    processors: Mapping[str, LogitsProcessor] = field(default_factory=dict)
 
     def trim(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits of the vocabulary alone, a view; rounded where sampling works in a narrower dtype than float32.

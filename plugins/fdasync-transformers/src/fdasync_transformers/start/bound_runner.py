@@ -101,6 +101,7 @@ class BoundRunner:
             speculation=run - 1,
             pipeline_depth=limits.pipeline_depth,
             lent=opened.lent,
+            processors=opened.processors,
         )
         if shown is not None:
             shown.bind(memory, services)

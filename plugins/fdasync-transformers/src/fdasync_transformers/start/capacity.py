@@ -106,6 +106,7 @@ def capacity_of(
         top_k_by_layer=moe.top_k if moe is not None and uneven else None,
         tokenizer="transformers" if (checkpoint.folder / "tokenizer.json").exists() else "",
         grammars=grammars,
+        processors=config.processors,
         scores_prompts=decoder_of(model) is not None,
         chosen=chosen_shape(model),
         routing_debug=limits.routing_debug and moe is not None,

@@ -20,6 +20,7 @@ from fdasync_transformers.sampling.grammar_process import GrammarProcess
 from fdasync_transformers.sampling.grammars import Grammars
 from fdasync_transformers.start.capacity import capacity_of
 from fdasync_transformers.start.open_model import open_model
+from fdasync_transformers.start.processors import make_processors
 from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.groups.joined import JoinedGroups
 from fdasync_transformers.weights.update import LiveWeights
@@ -82,6 +83,7 @@ class OpenedRunner:
         model = self.model.step_model.model
         self.device = model.device
         notes += self.model.notes
+        self.processors = make_processors(config.processors, int(model.config.vocab_size))
         self.grammars, self.checks = _grammars_of(checkpoint, model, limits, notes)
         self.weights = LiveWeights(self.model.names, facts, self.collectives, limits.model if drawn else "")
         self.groups = JoinedGroups(self.device, self.weights)

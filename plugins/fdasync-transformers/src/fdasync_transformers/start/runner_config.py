@@ -80,6 +80,8 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         aux: data that each step records for every token beside the routing, and that lives with its KV block as the
             routing does (`Sample.aux`). "routing_weights": the router's weights of the chosen experts, float16, slot
             for slot beside the ids. "layer_norms": the norm of each decoder layer's output, float32.
+        processors: names of logits processors that requests may ask for (`SamplingParams.processors`), of plugins under
+            `fdasync.processors`. With fixed numerics they are refused: nothing holds a plugin's bits to its row.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
@@ -105,11 +107,17 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     graph_sizes: tuple[int, ...] | None = None
     graph_tokens: tuple[int, ...] | None = None
     aux: tuple[Literal["routing_weights", "layer_norms"], ...] = ()
+    processors: tuple[str, ...] = ()
 
 
 def check_config(config: TransformersConfig, limits: RunnerLimits) -> None:
     """Raise ConfigError naming the first key that makes no sense."""
     check(config, error=ConfigError, root="runner_config")
+    if len(set(config.processors)) < len(config.processors):
+        raise ConfigError("runner_config.processors", f"{list(config.processors)} names one twice")
+    if config.processors and limits.numerics == "fixed":
+        problem = "are refused with fixed numerics: nothing holds a plugin's bits to its row"
+        raise ConfigError("runner_config.processors", problem, hint='leave them out, or use numerics="default"')
     sizes = config.graph_sizes
     if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1):
         raise ConfigError(

@@ -13,6 +13,7 @@ from fdasync_transformers.execution.parts.aux_rows import AuxRows
 from fdasync_transformers.execution.parts.chosen import Chosen
 from fdasync_transformers.execution.parts.clean_blocks import CleanBlocks
 from fdasync_transformers.execution.parts.grammars import Grammars
+from fdasync_transformers.execution.parts.processors import Processors
 from fdasync_transformers.execution.parts.ranks import Ranks
 from fdasync_transformers.execution.parts.samples import Samples
 from fdasync_transformers.execution.parts.scores import Scores
@@ -45,6 +46,8 @@ def make_parts(
     if leads:
         if model.indexers is not None:
             parts.append(Chosen(bound.lent, table))
+        if bound.processors:
+            parts.append(Processors(bound, lanes))
         parts += [Grammars(bound.matchers, services), Samples(bound, lanes, model.model.dtype)]
     if group is not None:
         parts.append(Ranks(StepEnds(group, services.streams.device, kernels), bound.aux))

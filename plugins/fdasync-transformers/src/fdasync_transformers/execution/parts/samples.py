@@ -14,6 +14,7 @@ import torch
 from fdasync_transformers.execution.parts.step_part import PartWork, StepPart
 from fdasync_transformers.sampling.repeat import repeat_rows
 from fdasync_transformers.sampling.sampler import SamplePlan, compute_samples, plan_samples, read_samples
+from fdasync_transformers.sampling.token_logprobs import token_logprobs
 from fdasync_transformers.sampling.warm_up import warm_up
 
 if TYPE_CHECKING:
@@ -64,9 +65,14 @@ class Samples(StepPart[SamplePlan]):
     def after(self, work: StepWork, own: PartWork[SamplePlan]) -> Tensors:
         if work.passed is None:
             return {}
-        logits = self._bound.trim(work.passed.logits)
+        plain = self._bound.trim(work.passed.logits)
+        logits, rows = work.processed or (plain, None)
         sampled = compute_samples(logits, own.plan, own.sent | work.masks, self._lanes.tokens)
         work.tokens = sampled["tokens"]
+        if rows is not None and "raw" in sampled:
+            # of the model's own logits
+            raw = token_logprobs(plain.index_select(0, rows), work.tokens.index_select(0, rows))
+            sampled["raw"] = sampled["raw"].index_copy(0, rows, raw)
         return sampled
 
     def read(

@@ -98,6 +98,8 @@ class StepWork:
         passed: what the pass computed; its logits are of `rows`, and wider than the vocabulary (`Bound.trim`). None:
             there is no pass.
         staged: rows of aux data on the device, by the name of their spec.
+        processed: logits that samples are drawn from in place of the pass's, on the device, and int64 [n], which rows
+            of them are others; None: no row is.
         masks: of grammars, on the device.
         tokens: int64 or int32 [R] on the device, the samples; None: there are none.
         sampled: the samples on the host, those that do not stand included.
@@ -123,6 +125,7 @@ class StepWork:
     tell: Callable[[int, torch.Tensor], None] | None = None
     passed: Passed | None = None
     staged: Tensors = field(default_factory=dict)
+    processed: tuple[torch.Tensor, torch.Tensor] | None = None
     masks: Tensors = field(default_factory=dict)
     tokens: torch.Tensor | None = None
     sampled: Sequence[int] = ()
