@@ -580,6 +580,8 @@ class SamplerSpec(msgspec.Struct, frozen=True, array_like=True):
         score_top: how many alternatives beside each of these log-probs.
         chosen_from: first position whose chosen positions are wanted, in memory that the runner was lent
             (`Runner.lend`); -1: none are.
+        scores_hits: the runner scores tokens of cached blocks too, by the final hidden states that these have
+            (`fdasync.cache.aux.FINAL_HIDDEN`).
     """
 
     prompt_len: int
@@ -604,6 +606,7 @@ class SamplerSpec(msgspec.Struct, frozen=True, array_like=True):
     score_top: int = 0
     chosen_from: int = -1
     processors: bytes = b""
+    scores_hits: bool = False
 
     def logit_bias(self) -> dict[int, float]:
         """The bias by token id, for a runner that samples one sequence at a time."""

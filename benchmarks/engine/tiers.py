@@ -1,7 +1,7 @@
 """Time to first token of a long prompt whose prefix is recomputed, or comes back from a tier.
 
 A real mixture-of-experts model on the CPU (one torch thread in every arm), in its worker; prompts of 2,000 tokens that
-differ in their first token. Four arms, one after the other in every round, so that a slow minute of the machine falls
+differ in their first token. Six arms, one after the other in every round, so that a slow minute of the machine falls
 on all of them:
 
     recompute  never seen before
@@ -10,7 +10,10 @@ on all of them:
     hung       never seen before, with a file store whose process is stopped (SIGSTOP) just before the request and
                continued after it; the next round begins when the breaker has closed again (aim: 1.15)
 
-TTFT is the engine's own (`Result.ttft_s`); the figures of the last three are over the median of the first.
+    scored     never seen before, with the log-probs of all its tokens
+    kept       the same request again, over blocks that have their final hidden states (aim: 0.2 of `scored`)
+
+TTFT is the engine's own (`Result.ttft_s`); the figures of `host`, `file` and `hung` are over the median of the first.
 """
 
 from __future__ import annotations
@@ -39,13 +42,15 @@ PROMPT_TOKENS = 2000
 BLOCK_TOKENS = 64
 AIMS = {"host": 0.8, "file": 0.9, "hung": 1.15}
 PARAMS = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+SCORED = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, prompt_logprobs_start=0)
+KEPT_AIM = 0.2
 
 
-def engine_config(model: Path, **values: Any) -> EngineConfig:
+def engine_config(model: Path, aux: tuple[str, ...] = (), **values: Any) -> EngineConfig:
     """One prompt and one block more fit on the device."""
     return EngineConfig(
         model=str(model),
-        runner_config={"dtype": "float32", "num_threads": 1},
+        runner_config={"dtype": "float32", "num_threads": 1, "aux": aux},
         block_tokens=BLOCK_TOKENS,
         num_blocks=33,
         host_blocks=128,
@@ -58,10 +63,10 @@ def engine_config(model: Path, **values: Any) -> EngineConfig:
     )
 
 
-async def ask(engine: Engine, number: int) -> Result:
+async def ask(engine: Engine, number: int, params: SamplingParams = PARAMS) -> Result:
     rng = random.Random(number)
     prompt = [rng.randrange(16, 250) for _ in range(PROMPT_TOKENS)]
-    async with engine.generate(prompt, PARAMS) as stream:
+    async with engine.generate(prompt, params) as stream:
         async for _ in stream:
             pass
     return stream.result
@@ -73,6 +78,8 @@ def took(result: Result, tier: str) -> float:
     if tier == "host":
         # eviction takes leaves first: the first block or two of a prompt may still be on the device
         came = cached.total >= want and cached.host >= want - 2 * BLOCK_TOKENS
+    elif tier == "kept":
+        came = cached.device >= want
     else:
         came = cached.store >= want if tier == "file" else not cached.total
     if not came:
@@ -105,7 +112,7 @@ async def ask_hung(engine: Engine, number: int) -> Result:
 
 async def measure(model: Path, folder: Path, rounds: int) -> dict[str, list[float]]:
     """Seconds of each arm by round."""
-    times: dict[str, list[float]] = {name: [] for name in ("recompute", *AIMS)}
+    times: dict[str, list[float]] = {name: [] for name in ("recompute", *AIMS, "scored", "kept")}
     stored = engine_config(model, store="file", store_config={"path": str(folder / "read")})
     print(f"writing {rounds} prompts to a file store", flush=True)
     async with Engine(stored) as writer:
@@ -114,9 +121,12 @@ async def measure(model: Path, folder: Path, rounds: int) -> dict[str, list[floa
     hanging = engine_config(
         model, store="file", store_config={"path": str(folder / "hung")}, store_deadline_s=1.0, store_retry_s=0.05
     )
-    async with Engine(engine_config(model)) as plain, Engine(stored) as reader, Engine(hanging) as hung:
+    async with (
+        Engine(engine_config(model)) as plain, Engine(stored) as reader, Engine(hanging) as hung,
+        Engine(engine_config(model, ("final_hidden",))) as keeping,
+    ):  # fmt: skip
         # a first request: the engine learns what prefill costs, and touches its memory
-        for engine in (plain, reader, hung):
+        for engine in (plain, reader, hung, keeping):
             await ask(engine, 99_999)
         await ask(plain, 0)
         for number in range(1, rounds + 1):
@@ -124,6 +134,8 @@ async def measure(model: Path, folder: Path, rounds: int) -> dict[str, list[floa
             times["host"].append(took(await ask(plain, number - 1), "host"))
             times["file"].append(took(await ask(reader, 10_000 + number - 1), "file"))
             times["hung"].append(took(await ask_hung(hung, number), "hung"))
+            times["scored"].append(took(await ask(keeping, number, SCORED), "scored"))
+            times["kept"].append(took(await ask(keeping, number, SCORED), "kept"))
             print(f"round {number}: " + ", ".join(f"{k} {v[-1]:.3f} s" for k, v in times.items()), flush=True)
     return times
 
@@ -145,4 +157,6 @@ def main() -> None:
     for tier, aim in AIMS.items():
         report.add(f"ttft_{tier}_over_recompute", [value / recompute_s for value in times[tier]], aim=aim)
         report.conditions[f"ttft_{tier}_s"] = round(statistics.median(times[tier]), 4)
+    scored_s = report.add("ttft_scored_s", times["scored"])
+    report.add("ttft_kept_over_scored", [value / scored_s for value in times["kept"]], aim=KEPT_AIM)
     report.finish(options.json_path)

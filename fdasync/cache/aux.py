@@ -16,6 +16,9 @@ from fdasync.errors import BadInput, InvariantBroken
 
 #: name of the spec that is the expert routing
 ROUTING = "routing"
+#: name of the spec that is the final hidden state of each token, its bytes as they are: over a hit that has them only
+#: the head runs, for log-probs of prompts. Results have it only where it is asked for by name
+FINAL_HIDDEN = "final_hidden"
 _DTYPE_NBYTES = {"uint8": 1, "uint16": 2, "int32": 4, "uint32": 4, "float16": 2, "float32": 4}
 
 
@@ -54,7 +57,8 @@ def wanted_specs(
     specs: Sequence[AuxSpec], routing: bool | None, aux: bool | Sequence[str] | None
 ) -> tuple[AuxSpec, ...]:
     """The specs whose rows a request gets, in their order; `GenerateOptions` says what `routing` and `aux` mean."""
-    others = aux if isinstance(aux, Sequence) else [spec.name for spec in specs if aux is not False]
+    all_others = [spec.name for spec in specs if aux is not False and spec.name != FINAL_HIDDEN]
+    others = aux if isinstance(aux, Sequence) else all_others
     return tuple([spec for spec in specs if (routing is not False if spec.name == ROUTING else spec.name in others)])
 
 

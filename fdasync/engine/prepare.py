@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from fdasync.cache.aux import ROUTING
+from fdasync.cache.aux import FINAL_HIDDEN, ROUTING
 from fdasync.cache.identity import PromptHashes, block_keys, root_key
 from fdasync.engine.chosen_output import chosen_nbytes, chosen_starts
 from fdasync.engine.tokenizer_process import token_ids
@@ -97,6 +97,7 @@ class Preparer:
     ) -> None:
         self.capacity = capacity
         self.namespace = namespace_of(capacity)
+        self._scores_hits = any(spec.name == FINAL_HIDDEN for spec in capacity.aux_specs)
         self._config = config
         self._tokenizer = tokenizer
         self._long_texts = long_texts
@@ -369,6 +370,7 @@ class Preparer:
                     bias_values=bias_values,
                     grammar=b"" if params.grammar is None else params.grammar.packed(),
                     processors=processors,
+                    scores_hits=self._scores_hits,
                     # for the request, by its first sample
                     score_from=score_from if index == 0 else -1,
                     score_top=params.prompt_top_logprobs,

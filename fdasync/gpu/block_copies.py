@@ -24,6 +24,7 @@ import numpy as np
 
 from fdasync.errors import DeadlineExceeded, InvariantBroken
 from fdasync.gpu.block_rows import BlockRows
+from fdasync.gpu.completion import when_done
 from fdasync.gpu.cudart import Driver, RegisteredHost
 from fdasync.ipc.deadlines import wait_within
 
@@ -247,7 +248,7 @@ class BlockCopies:
             # earlier parts of the job may run
             self._end(job, error)
         else:
-            done.add_done_callback(functools.partial(self._seen, job))
+            when_done(done, functools.partial(self._seen, job))
 
     def _kind(self, job: _Job) -> Hashable:
         """Calls of like duration: counts that agree in their first four binary digits."""

@@ -75,6 +75,16 @@ class Work:
         return self.lane if self.kind is None else f"{self.lane} {self.kind!r}"
 
 
+def when_done(future: asyncio.Future[T], callback: Callable[[asyncio.Future[T]], object]) -> None:
+    """Call `callback(future)` when the future is done: now if it is, in a turn of the loop that follows if it is not.
+
+    `add_done_callback` waits for a turn in both cases."""
+    if future.done():
+        callback(future)
+    else:
+        future.add_done_callback(callback)
+
+
 class CompletionPort(ABC):
     """Futures for events. Belongs to one loop: the running one, where it is made.
 

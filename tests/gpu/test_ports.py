@@ -9,6 +9,7 @@ import uvloop
 
 from fdasync.errors import DeadlineExceeded, InvariantBroken
 from fdasync.gpu.ports.adaptive import AdaptivePort
+from fdasync.gpu.ports.at_once import AtOncePort
 from fdasync.gpu.ports.fake import AlreadyDone, FakeEvent, FakePort
 from fdasync.testing import PortTests
 from fdasync.testing.sim.loop import SimLoop
@@ -40,6 +41,25 @@ class TestFakeInVirtualTime(PortTests):
 
     def new_loop(self):
         return SimLoop()
+
+
+async def test_what_is_done_when_it_is_given_resolves_at_once():
+    """Its hold is given back, and an error of `on_done` is the future's; after the close nothing is taken."""
+    port, released = AtOncePort(), []
+
+    class Held:
+        def release(self):
+            released.append(True)
+
+    future = port.completion(AlreadyDone(), holds=[Held()], on_done=lambda: 5)
+    assert (future.done(), future.result(), released) == (True, 5, [True])
+    broken = port.completion(AlreadyDone(), on_done=lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        broken.result()
+    assert port.in_flight() == {}
+    await port.aclose()
+    with pytest.raises(InvariantBroken, match="closed completion port"):
+        port.completion(AlreadyDone())
 
 
 # -- the device's own words

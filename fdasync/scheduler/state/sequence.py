@@ -235,10 +235,10 @@ class Sequence:
 
     def hit_limit(self, block_tokens: int) -> int:
         """The most leading blocks that it need not compute: its next token needs the logits of its last token, and a
-        scored token of the prompt needs the logits of the token before it (docs/design.md, rule 12). No block has the
-        positions that indexers chose (rule 46)."""
+        scored token of the prompt needs the logits of the token before it, or its hidden state (docs/design.md, rule
+        12). No block has the positions that indexers chose (rule 46)."""
         last = len(self.tokens) - 1
-        if self.score_from >= 0:
+        if self.score_from >= 0 and not self.sampler.scores_hits:
             last = min(last, max(self.score_from - 1, 0))
         if self.chosen_from >= 0:
             last = min(last, self.chosen_from)

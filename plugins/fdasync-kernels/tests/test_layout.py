@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from fdasync_kernels.layout import scatter_updates, step_layout
+from fdasync_kernels.step_kernels import StepKernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_kernels_here import both
 
 from fdasync.errors import BadInput
-
-if TYPE_CHECKING:
-    from fdasync_kernels.step_kernels import StepKernels
 
 
 def here() -> torch.device:
@@ -187,20 +184,20 @@ def test_neither_rows_nor_sequences_compile_anew(device):
 
     tables = Tables(300, 40, 16)
 
-    def kernels() -> list[int]:
+    def compiled() -> list[int]:
         caches = [*_step_layout_kernel.device_caches.values(), *_scatter_kernel.device_caches.values()]
         return [len(cache[0]) for cache in caches]
 
     def once(sequences: int, rows: int, shift: int) -> None:
         wanted = [(number, number, 1) for number in range(sequences)]
-        assert lay(kernels, tables, wanted, rows) == expected(tables, wanted, rows)
+        assert lay(StepKernels(), tables, wanted, rows) == expected(tables, wanted, rows)
         cells = torch.zeros(sequences + shift, dtype=torch.int32, device=device)[shift:]
         scatter_updates(cells, torch.arange(sequences, device=device), torch.ones_like(cells))
         assert bool((cells == 1).all())
 
     once(16, 16, 0)
-    before = kernels()
+    before = compiled()
     assert before
     for sequences, rows, shift in ((1, 1, 0), (1, 256, 1), (255, 300, 3), (256, 256, 0)):
         once(sequences, rows, shift)
-    assert kernels() == before
+    assert compiled() == before

@@ -234,7 +234,7 @@ async def test_a_step_without_tokens(driver: Driver) -> None:
 async def test_rows_are_there_when_the_future_is_done(driver: Driver) -> None:
     seq = driver.sequence(prompt_of(10), 1)
     step = RunStep(1, starts=(driver.start(seq),), chunks=(Chunk(seq.key, 6, False),))
-    await driver.runner.launch(step)
+    assert driver.runner.launch(step).done()
     rows = {"routing": np.zeros((4, *driver.capacity.aux_specs[0].shape), np.uint8)}
     slot, generation = seq.slots[0]
     assert driver.arena is not None

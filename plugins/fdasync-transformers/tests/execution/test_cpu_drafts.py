@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TABLES = ([0, 5, 2, 7], [1, 8, 3, 9])
 
 
-class OnTheHost(DraftTests):
+class OnACpu(DraftTests):
     """On a folder's checkpoint."""
 
     logprob_error = 1e-4
@@ -40,12 +40,12 @@ class OnTheHost(DraftTests):
 
 
 @pytest.mark.ci
-class TestHostRuns(OnTheHost):
+class TestCpuRuns(OnACpu):
     """Drafts of a host on a mixture of experts, whose rows are its routing."""
 
     @pytest.fixture(autouse=True)
     def checkpoint(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        self.folder = tmp_path_factory.getbasetemp() / "host-runs"
+        self.folder = tmp_path_factory.getbasetemp() / "cpu-runs"
         if not self.folder.exists():
             # a dense layer and one of experts
             make_tiny_checkpoint(self.folder, "qwen3_moe", num_hidden_layers=2)
@@ -120,11 +120,11 @@ class TestHostRuns(OnTheHost):
 
 
 @pytest.mark.nightly
-class TestHostStates(OnTheHost):
+class TestCpuStates(OnACpu):
     """The same suite on recurrent layers, whose state must go on behind the last draft that was right."""
 
     @pytest.fixture(autouse=True)
     def checkpoint(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        self.folder = tmp_path_factory.getbasetemp() / "host-states"
+        self.folder = tmp_path_factory.getbasetemp() / "cpu-states"
         if not self.folder.exists():
             make_tiny_checkpoint(self.folder, "qwen3_next")

@@ -1,6 +1,6 @@
 """Multi-token prediction layers that draft on a device: on a GPU where there is one, else in Triton's interpreter.
 
-Held against the path of CPUs, whose drafts are held against the library's (`test_drafts.py`), and against the
+Held against the same steps in torch, whose drafts are held against the library's (`test_drafts.py`), and against the
 conformance suite of runs.
 """
 

@@ -81,7 +81,7 @@ class Play:
             collectives=collectives,
             speculation=speculation,
         )
-        self.executor = Executor(self.model, bound, make_services(CPU))
+        self.executor = Executor(self.model, bound, make_services(CPU, by_kernels=False))
         # tables of the lanes, as a device has them
         self.lanes: DeviceLanes = self.executor.passes._lanes
         self.free = list(range(64))

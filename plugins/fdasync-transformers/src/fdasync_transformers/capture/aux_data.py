@@ -1,15 +1,17 @@
 """The aux data of a model: the routing where it is captured, and the data that `runner_config` asks for.
 
-`aux_specs` lists the specs; `make_aux` attaches the producers. Executors and step models know one object, `AuxData`,
-and no producer. A new aux datum is a producer (`aux_producer.py`) and a branch in each of these two functions. Called
-by `bound_runner.py`.
+`aux_specs` lists the specs; `make_aux` attaches the producers. Step models and the parts of steps know one object,
+`AuxData`, and no producer. A new aux datum is a producer (`aux_producer.py`) and a branch in each of these two
+functions. Called by `bound_runner.py`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fdasync.cache.aux import FINAL_HIDDEN
 from fdasync.errors import ConfigError
+from fdasync_transformers.capture.final_hidden import FinalHidden
 from fdasync_transformers.capture.layer_norms import LayerNorms
 from fdasync_transformers.capture.router_weights import RouterWeights
 from fdasync_transformers.capture.routing import RoutingCapture
@@ -94,6 +96,8 @@ def aux_specs(model: PreTrainedModel, moe: MoELayers | None, asked: Sequence[str
     for name in asked:
         if name == "layer_norms":
             specs.append(LayerNorms.spec_of(model))
+        elif name == FINAL_HIDDEN:
+            specs.append(FinalHidden.spec_of(model))
         elif moe is None:
             raise ConfigError(
                 "runner_config.aux", f"{name} without captured routing", hint='leave it out, or set capture to "auto"'
@@ -125,6 +129,8 @@ def make_aux(
         for name in asked:
             if name == "layer_norms":
                 producers.append(LayerNorms(model, max_step_tokens))
+            elif name == FINAL_HIDDEN:
+                producers.append(FinalHidden(model, max_step_tokens))
             elif moe is not None:
                 producers.append(RouterWeights(model, moe, max_step_tokens))
     except BaseException:

@@ -1,1 +1,1 @@
-"""Performs the steps of the runner on a CPU or on a GPU: executors, CUDA graphs, the profile of the device's memory."""
+"""Performs the steps of the runner on a CPU or on a GPU: an executor, its parts, CUDA graphs, the profile of memory."""

@@ -26,6 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fdasync.errors import InvariantBroken, RunnerError
+from fdasync.gpu.completion import when_done
 from fdasync.runner.base import CopyOutput, StepOutput
 from fdasync_transformers.execution.copies import DeviceCopies
 from fdasync_transformers.execution.flights import Flights
@@ -98,7 +99,8 @@ class Executor:
             self._bound.pool.blocks[0].zero_()
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
-        """Start a step. Never raises: a failure ends the future, and every later one."""
+        """Start a step. Never raises: a failure ends the future, and those of all launches behind it; a step that was
+        under way by then ends as it ends."""
         future: asyncio.Future[StepOutput] = asyncio.get_running_loop().create_future()
         start = partial(self._flights.begin, future, lambda: self._start(step, future), step.step_id)
         if self._unsampled is not None:
@@ -114,7 +116,8 @@ class Executor:
         return future
 
     async def aclose(self) -> None:
-        """Wait for launched work, bounded: the futures of work that takes longer fail with an error that names it."""
+        """Wait for the work that is queued, bounded: the futures of work that takes longer fail with an error that
+        names it, and so do those of launches that wait for a step before them."""
         self._flights.problem = self._flights.problem or "the runner is closed"
         try:
             await self._copies.aclose()
@@ -135,12 +138,13 @@ class Executor:
     def warm(self, max_step_tokens: int) -> None:
         """Page-lock the buffers that steps will need, and compile the kernels of their parts. Blocks its loop."""
         services = self._services
-        largest = max_step_tokens * self._bound.aux.token_nbytes + (1 << 16)
         holds = []
-        size = 1 << 12
-        while size < 2 * largest:
-            holds += [services.pinned.take(size) for _ in range(2 * _DEPTH)]
-            size *= 2
+        if self.on_gpu:
+            largest = max_step_tokens * self._bound.aux.token_nbytes + (1 << 16)
+            size = 1 << 12
+            while size < 2 * largest:
+                holds += [services.pinned.take(size) for _ in range(2 * _DEPTH)]
+                size *= 2
         with services.streams.on("compute"):
             for part in self._parts:
                 part.warm()
@@ -277,7 +281,7 @@ class Executor:
             else:
                 future.set_result(CopyOutput(copy.copy_id, done.result(), 0))  # of a future that is done
 
-        inner.add_done_callback(copied)
+        when_done(inner, copied)
         return future
 
 

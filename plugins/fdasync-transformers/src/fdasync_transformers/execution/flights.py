@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fdasync.errors import RunnerError
+from fdasync.gpu.completion import when_done
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +55,7 @@ class Flights:
         """End `future` with `inner`."""
         if step_id >= 0:
             self.last = inner
-        inner.add_done_callback(partial(self._ended, future, step_id))
+        when_done(inner, partial(self._ended, future, step_id))
 
     def _ended(self, future: asyncio.Future[T], step_id: int, inner: asyncio.Future[T]) -> None:
         error = asyncio.CancelledError() if inner.cancelled() else inner.exception()

@@ -1,7 +1,8 @@
 """The device services that an executor's steps and copies share: streams, events, page-locked buffers, the port.
 
-On a CPU (tests of the device path) the same parts do nothing, or are done at once. Knows no model and no steps. Made by
-`bound_runner.py` when it binds, on the loop of the executor.
+On a CPU streams and events do nothing, nothing is page-locked, and work is done when it is queued (or a turn later,
+where kernels run in Triton's interpreter, for tests). Knows no model and no steps. Made by `bound_runner.py` when it
+binds, on the loop of the executor.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from fdasync.gpu import packed_copy
 from fdasync.gpu.pools import EventPool, PinnedPool
 from fdasync.gpu.ports.adaptive import AdaptivePort
+from fdasync.gpu.ports.at_once import AtOncePort
 from fdasync.gpu.ports.fake import AlreadyDone, FakePort
 from fdasync.gpu.streams import Streams
 
@@ -66,13 +68,15 @@ class GpuServices:
         return arrays
 
 
-def make_services(device: torch.device) -> GpuServices:
-    """Services for work from the running loop. Raises OSError where the kernel gives the port no timer."""
+def make_services(device: torch.device, *, by_kernels: bool = True) -> GpuServices:
+    """Services for work from the running loop. `by_kernels`: False: its model computes where it is called.
+
+    Raises OSError where the kernel gives the port no timer."""
     on_gpu = device.type == "cuda"
     return GpuServices(
         Streams(device),
         EventPool(torch.cuda.Event if on_gpu else AlreadyDone),
         PinnedPool(_PINNED_NBYTES, pinned=on_gpu, name="buffers of steps"),
-        AdaptivePort() if on_gpu else FakePort(),
+        AdaptivePort() if on_gpu else FakePort() if by_kernels else AtOncePort(),
         torch.cuda.graph_pool_handle() if on_gpu else None,
     )

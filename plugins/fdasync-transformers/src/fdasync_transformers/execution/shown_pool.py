@@ -51,7 +51,7 @@ class ShownPool:
         self._memory = SharedRegion.create("kv", nbytes)
         return torch.frombuffer(self._memory.map, dtype=torch.uint8)
 
-    def bind(self, bound: Bound, services: GpuServices | None) -> None:
+    def bind(self, bound: Bound, services: GpuServices) -> None:
         """Take in what copies need; `bound.pool` lies over this memory."""
         memory, blocks = self._memory, bound.pool.blocks
         if memory is None:
@@ -60,7 +60,6 @@ class ShownPool:
         if isinstance(memory, SharedRegion):
             pool = MemoryPool(memory)
         else:
-            assert services is not None  # as they are on a GPU
             tensor, driver, streams = memory.tensor(), Driver(), services.streams
             pool = DevicePool(
                 memory, tensor, driver, streams, services.events, services.pinned, services.port, run_sums

@@ -26,7 +26,7 @@ from fdasync_transformers.fixed.mode import FixedNumerics
 from fdasync_transformers.model.attention import NAME, LatentCatcher, StepContext, TorchPaging, register
 from fdasync_transformers.model.head import Head
 from fdasync_transformers.model.indexers import IndexerSteps
-from fdasync_transformers.model.kv import fresh_tails
+from fdasync_transformers.model.kv import Reach, fresh_tails
 from fdasync_transformers.model.ragged import RaggedPlan
 from fdasync_transformers.model.recurrent.pieces import cut
 from fdasync_transformers.model.recurrent.states import States
@@ -98,6 +98,7 @@ class StepModel:
         self._layers = {layer.index: layer for layer in layout.layers}
         self._latent = any(layer.latent_rank for layer in layout.layers)
         self._index_heads = 0 if self.indexers is None else self.indexers.heads
+        self._masks_prompts = any(layer.reach != Reach() for layer in layout.layers)
         mtp = head_of(model)
         self.mtp = None if mtp is None else DeviceMtp(self, mtp)
 
@@ -144,7 +145,8 @@ class StepModel:
         if self._is_idle(batch):
             count = batch.tokens if batch.rows is None else len(batch.rows)
             width = int(self.model.config.vocab_size)
-            return Passed(torch.zeros(count, width, dtype=self.model.dtype), self._no_states(batch.tokens))
+            logits = torch.zeros(count, width, dtype=self.model.dtype, device=self.model.device)
+            return Passed(logits, self._no_states(batch.tokens))
         with self.begun(batch, lanes, pool) as (context, ids):
             self.aux.begin(context.positions)
             keeping = nullcontext() if self.mtp is None else self.head.keeping()
@@ -216,7 +218,7 @@ class StepModel:
         tile = KEYS if self.fixed else min(1, self._index_heads)
         plan = RaggedPlan(
             found.counts, found.starts, tables, size, slots.device, self.layout.dtype, tile, pool.shares,
-            max(1, self._index_heads), found.first_rows,
+            max(1, self._index_heads), found.first_rows, masks_prompts=self._masks_prompts,
         )  # fmt: skip
         rows = None if len(found.rows) == len(slots) else torch.from_numpy(found.rows)
         blocks, offsets = (torch.from_numpy(part) for part in np.divmod(slots.numpy(), size))
@@ -231,7 +233,8 @@ class StepModel:
     def _no_states(self, tokens: int) -> tuple[torch.Tensor, ...]:
         if self.mtp is None:
             return ()
-        none = torch.zeros(tokens, int(self.model.config.hidden_size), dtype=self.model.dtype)
+        width, device = int(self.model.config.hidden_size), self.model.device
+        none = torch.zeros(tokens, width, dtype=self.model.dtype, device=device)
         return (none,) * self.mtp.layers
 
     def make_states(

@@ -42,8 +42,11 @@ class Head:
         self._decoder = decoder_of(model)
         self._kept: Any = None
         self._depth = 0
-        # what the decoder returns, of no tokens
+        # what the decoder returns, of no tokens; known from its first pass on
         self._form: Any = None
+        if self._decoder is not None:
+            first = self._decoder.register_forward_hook(self._note_form)
+            self._forget = first.remove
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -53,15 +56,17 @@ class Head:
         states: torch.Tensor = self._kept.last_hidden_state[0]
         return states
 
+    def _note_form(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
+        states = output.last_hidden_state
+        self._form = replace(output, last_hidden_state=states.new_empty((1, 0, states.shape[-1])))
+        self._forget()
+
     @contextmanager
     def keeping(self) -> Iterator[None]:
         """Keep what the decoder returns in the forward pass inside, until the end of the (outermost) block."""
 
         def keep(_module: torch.nn.Module, _args: Any, output: Any) -> None:
             self._kept = output
-            if self._form is None:
-                states = output.last_hidden_state
-                self._form = replace(output, last_hidden_state=states.new_empty((1, 0, states.shape[-1])))
 
         if self._decoder is None:
             raise InvariantBroken("the model has no decoder apart from its head")
@@ -81,10 +86,10 @@ class Head:
         return self.logits_of(self.hidden[rows])
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
-        """Logits [n, V] of hidden states [n, D] such as the decoder returns; once a pass was kept."""
+        """Logits [n, V] of hidden states [n, D] such as the decoder returns; behind the first pass."""
         decoder, kept = self._decoder, self._kept
         if decoder is None or self._form is None:
-            raise InvariantBroken("logits before a pass was kept")
+            raise InvariantBroken("logits before the first pass")
         part = replace(self._form, last_hidden_state=states[None])
         own = decoder.__dict__.get("forward")
         decoder.forward = lambda *_args, **_kwargs: part

@@ -77,7 +77,8 @@ class RaggedPlan:
     of keys is a multiple, too; behind a piece's last block that block comes again, masked. `shares`: of the pool.
     `pair_elements` are the elements that a call takes for each pair of query and key, where a mask's are not the most.
     The pieces of a cut sequence are called one by one, in order. `first_rows` int64 [S]: the step's row of each
-    sequence's first token; None: sequences stand side by side.
+    sequence's first token; None: sequences stand side by side. `masks_prompts`: a reach of some layer needs a mask for
+    whole prompts, too.
     """
 
     def __init__(
@@ -92,6 +93,8 @@ class RaggedPlan:
         shares: int = 1,
         pair_elements: int = 1,
         first_rows: NDArray[np.int64] | None = None,
+        *,
+        masks_prompts: bool = False,
     ) -> None:
         self._block_tokens = block_tokens
         # blocks between the places where a tile and a block begin together
@@ -103,7 +106,7 @@ class RaggedPlan:
         self._dtype = dtype
         most = _MASK_ELEMENTS // pair_elements
         rows = np.cumsum(counts) - counts if first_rows is None else first_rows
-        self._pieces = _cut(counts, starts, rows, self._always_masked, most)
+        self._pieces = _cut(counts, starts, rows, self._always_masked or masks_prompts, most)
         self._members = _partition(self._pieces, block_tokens, most)
         self._groups: dict[Reach, list[Group]] = {}
 

@@ -2,7 +2,7 @@
 
 Makes a `SamplePlan` of the rows' `SamplerSpec`s and positions: the jobs of the step, and every number that the device
 needs, as numpy arrays that can be sent in one copy. Draws the noise. numpy only; knows nothing of torch, logits or the
-width of the vocabulary. Called by the executors before they launch a step; pure, no state.
+width of the vocabulary. Called by the parts of a step before it is launched; pure, no state.
 
 A job is one distribution over the vocabulary. Job i belongs to row i, after all that its request asks for. A row that
 wants raw log-probs of logits that its own job changes has a second job behind those, of the logits as given.

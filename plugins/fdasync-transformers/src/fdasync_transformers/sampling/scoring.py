@@ -4,7 +4,7 @@ device without a wait, read on the host.
 Logits are made a few rows at a time, so that memory stays bounded whatever the prompt's length is. A token's log-prob
 is that of the logits one position before it, with the bits of the sampler's raw ones (`token_logprobs.py`); nothing
 that a request asks of sampling changes it.
-Pure, no state; called by the executors, for steps in which a prompt is scored.
+Pure, no state; called by the parts of steps in which a prompt is scored.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ async def bind(
     if (arena is not None) != (bool(opened.capacity.aux_specs) and not opened.limits.rank):
         raise InvariantBroken("an arena is bound exactly where there are aux data")
     # first, so that every failure below closes it: it has a timer
-    services, bound = make_services(opened.device), None
+    services, bound = make_services(opened.device, by_kernels=opened.model.step_model.by_kernels), None
     try:
         with current(opened.device):
             bound = BoundRunner(opened, services, num_blocks, arena, host, snapshots)

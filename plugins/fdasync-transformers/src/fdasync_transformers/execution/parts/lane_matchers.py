@@ -1,6 +1,6 @@
 """The matchers of the sequences in the runner, by lane, and the matchers for one step's samples.
 
-Knows steps and lanes; a matcher's grammar is `sampling/grammars.py`'s. Called by the executors.
+Knows steps and lanes; a matcher's grammar is `sampling/grammars.py`'s. Called by `grammars.py`.
 """
 
 from __future__ import annotations

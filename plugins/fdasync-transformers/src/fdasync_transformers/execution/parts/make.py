@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fdasync.cache.aux import FINAL_HIDDEN
 from fdasync_transformers.execution.drafts.device_drafts import DeviceDrafts
 from fdasync_transformers.execution.drafts.own_drafts import OwnDrafts
 from fdasync_transformers.execution.parts.aux_rows import AuxRows
 from fdasync_transformers.execution.parts.chosen import Chosen
 from fdasync_transformers.execution.parts.clean_blocks import CleanBlocks
 from fdasync_transformers.execution.parts.grammars import Grammars
+from fdasync_transformers.execution.parts.kept_scores import KeptScores
 from fdasync_transformers.execution.parts.processors import Processors
 from fdasync_transformers.execution.parts.ranks import Ranks
 from fdasync_transformers.execution.parts.samples import Samples
@@ -58,4 +60,6 @@ def make_parts(
     if own:
         parts.append(OwnDrafts(model, bound, lanes, services.graph_memory))
     parts.append(Scores(bound, model.head, leads=leads))
+    if bound.arena is not None and FINAL_HIDDEN in bound.arena.rows:
+        parts.append(KeptScores(bound, bound.arena, model.head, model.model.dtype, services))
     return rows, tuple(parts)

@@ -46,4 +46,5 @@ class Scores(StepPart[ScorePlan]):
     def read(
         self, work: StepWork, own: PartWork[ScorePlan], fetched: Mapping[str, Any], output: StepOutput
     ) -> StepOutput:
-        return msgspec.structs.replace(output, scores=read_scores(own.plan, fetched))
+        # what cached blocks score comes first
+        return msgspec.structs.replace(output, scores=(*output.scores, *read_scores(own.plan, fetched)))
