@@ -188,6 +188,7 @@ def test_a_signal_while_it_loads_ends_it(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--listen", "tcp://0.0.0.0:80"], ["neither ipc nor loopback", "fdasync keys new"]),
+        (["--listen", "127.0.0.1:80"], ["'127.0.0.1:80' has no transport", "tcp://127.0.0.1:port"]),
         (["--listen", "tcp://127.0.0.1:99999"], ["tcp://127.0.0.1:99999", "out of range", "65535"]),
         (["--listen", "tcp://127.0.0.1:123456789"], ["out of range"]),
         (["--listen", "tcp://127.0.0.1:x"], ["has no port"]),
