@@ -50,6 +50,8 @@ T = TypeVar("T")
 
 # of steps in flight
 _DEPTH = 3
+# largest buffer that is page-locked at the start: a step with larger ones takes long anyway
+_MOST_WARM_NBYTES = 32 << 20
 
 
 class Executor:
@@ -140,7 +142,7 @@ class Executor:
         services = self._services
         holds = []
         if self.on_gpu:
-            largest = max_step_tokens * self._bound.aux.token_nbytes + (1 << 16)
+            largest = min(max_step_tokens * self._bound.aux.token_nbytes + (1 << 16), _MOST_WARM_NBYTES)
             size = 1 << 12
             while size < 2 * largest:
                 holds += [services.pinned.take(size) for _ in range(2 * _DEPTH)]

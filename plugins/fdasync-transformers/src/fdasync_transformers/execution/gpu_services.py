@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from fdasync.gpu.completion import CompletionPort, Hold
 
-# most bytes of the buffers of steps; steps in flight need a few megabytes each
-_PINNED_NBYTES = 1 << 30
+# most bytes of the buffers of steps: those in flight need a few megabytes each, but for hidden states of long prompts
+_PINNED_NBYTES = 4 << 30
 
 
 @dataclass(frozen=True)
