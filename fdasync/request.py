@@ -5,6 +5,7 @@ Knows no engine and no tokenizer. The engine, the router, the scheduler and runn
 
 from __future__ import annotations
 
+import json
 import re
 from array import array
 from collections.abc import Sequence
@@ -296,6 +297,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def _check_processors(self) -> None:
         try:
+            # of numbers that are no JSON msgspec makes null
+            json.dumps(self.processors, allow_nan=False)
             nbytes = len(self.packed_processors())
         except (TypeError, ValueError, RecursionError) as error:
             raise BadInput("processors", f"settings that are no JSON: {error}") from None
@@ -328,7 +331,7 @@ class GenerateOptions(TypedDict, total=False):
         routing: whether to return expert routing; None: if the engine captures it; True: raise if it does not.
         aux: the other rows of each token to return (`Sample.aux`), whatever `routing` is: names of the runner's
             `AuxSpec`s (the error for an unknown name lists them); None: all; True: all, and raise if there are none;
-            False: none.
+            False: none. "final_hidden" is returned where it is named alone.
         start: first position whose rows are wanted, inside the prompt; the result repeats it. Default 0.
         cache_salt: requests share prefixes only with requests of the same salt, of up to 4096 characters. Default "".
         trace: the caller's span, as W3C's `traceparent`, for tracing (`fdasync.telemetry.otel`). Default "".

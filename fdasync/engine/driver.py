@@ -180,7 +180,7 @@ class Driver:
                 self._perform(action)
             for event in events:
                 if type(event) is StepDone:
-                    del self._outputs[event.step_id]
+                    self._spoil(self._outputs.pop(event.step_id), None)
             told, events = events, []
             self._bus.feed_taps(told)
             if self._waiters:
@@ -208,7 +208,9 @@ class Driver:
         if type(action) is RunStep:
             self._launch(action)
         elif type(action) is EmitTokens:
-            self._output.emit(action, self._outputs[action.step_id])
+            output = self._outputs[action.step_id]
+            self._spoil(output, action.keys)
+            self._output.emit(action, output)
         elif type(action) is CopyRows:
             self._output.copy_rows(action.spans)
         elif type(action) is FinishRequest:
@@ -235,6 +237,16 @@ class Driver:
                 raise InvariantBroken(f"{type(action).__name__} without other instances")
         else:
             raise TypeError(f"the driver knows no action {type(action).__name__}")
+
+    def _spoil(self, output: StepOutput, keys: tuple[int, ...] | None) -> None:
+        """End the samples that a step tells problems of: those with a token in it (`keys`) before they get it, or
+        (None) those that have none yet. What ended with an earlier step has ended well, whatever came behind it."""
+        for kind, told in ((GrammarFailed, output.problems), (ProcessorFailed, output.unprocessed)):
+            for key, problem in told:
+                if keys is None:
+                    self._output.spoil(key, kind(problem), begun=False)
+                elif key in keys:
+                    self._output.spoil(key, kind(problem))
 
     def _kept(self, action: Action) -> StoreIO:
         if self._store_io is None:
@@ -299,10 +311,6 @@ class Driver:
                 raise InvariantBroken(f"the runner completed step {output.step_id} before step {step_id}")
             if output.scores:
                 self._output.take_scores(output.scores)
-            for key, problem in output.problems:
-                self._output.spoil(key, GrammarFailed(problem))
-            for key, problem in output.unprocessed:
-                self._output.spoil(key, ProcessorFailed(problem))
         except BaseException as error:
             # also where the future was cancelled: the engine cannot go on without the step
             self._bus.publish(StepFailed(step_id=step_id, problem=str(error)))

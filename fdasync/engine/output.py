@@ -112,10 +112,11 @@ class OutputProcessor:
                     self._bus.publish(StopChecked(key=key, num_tokens=len(sample.tokens)))
             request.wake()
 
-    def spoil(self, key: int, error: Exception) -> None:
-        """A sample cannot go on: end its request with this error, and with the tokens so far."""
+    def spoil(self, key: int, error: Exception, *, begun: bool = True) -> None:
+        """A sample cannot go on: end its request with this error, and with the tokens so far. `begun`: False: only if
+        it has none. A sample that has all its tokens goes well."""
         found = self._live.get(key)
-        if found is not None and found[1].spoiled is None:
+        if found is not None and not found[1].closed and (begun or not found[1].tokens):
             request, sample = found
             sample.spoiled = error
             self._abort(request, sample)

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 from device_path import DEVICE, ON_GPU, make_small_checkpoint
+from fdasync_transformers.execution.gpu_services import make_services
+from fdasync_transformers.execution.parts.kept_scores import KeptScores
+from fdasync_transformers.start import bound_runner
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
 from fdasync import Engine, EngineConfig, SamplingParams
@@ -32,7 +35,13 @@ def config(folder: Path, own: dict[str, Any] = OWN, **values: Any) -> EngineConf
 
 def asked(start: int = 0, **fields: Any) -> SamplingParams:
     return SamplingParams(
-        **{"max_tokens": 3, "temperature": 0.0, "prompt_logprobs_start": start, "prompt_top_logprobs": 2, **fields}
+        **{
+            "max_tokens": 3,
+            "temperature": 0.0,
+            "prompt_logprobs_start": start,
+            "prompt_top_logprobs": 2 + start % 2,
+            **fields,
+        }
     )
 
 
@@ -46,7 +55,9 @@ def check(result: Result, model: Any, start: int, error: float = 2e-4) -> None:
     np.testing.assert_allclose(found, wanted, atol=error)
     assert result.prompt_top_logprobs is not None
     best = [top.logprobs for top in result.prompt_top_logprobs[first - start :]]
-    np.testing.assert_allclose(best, [-np.sort(-table[at - 1])[:2] for at in range(first, len(prompt))], atol=error)
+    np.testing.assert_allclose(
+        best, [-np.sort(-table[at - 1])[: 2 + start % 2] for at in range(first, len(prompt))], atol=error
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe", "deepseek_v3"])
@@ -76,9 +87,21 @@ async def test_without_them_a_scored_prompt_is_computed(tmp_path: Path) -> None:
         assert result.cached.device == 8
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-async def test_blocks_that_are_computed_meanwhile(tmp_path: Path, depth: int) -> None:
-    """Requests of one prompt at once, samples of one, and others beside them; some are preempted."""
+@pytest.mark.parametrize(("depth", "late"), [(1, False), (2, False), (2, True)])
+async def test_blocks_that_are_computed_meanwhile(
+    tmp_path: Path, depth: int, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of one prompt at once, samples of one, and others beside them; some are preempted. `late`: steps end a
+    turn after their launch, as on a GPU, and rows are on their way while the next step is planned."""
+    if late:
+        monkeypatch.setattr(bound_runner, "make_services", lambda device, **_: make_services(device, by_kernels=True))
+    ready, waited = KeptScores.is_ready, []
+
+    def seen(self: KeptScores, plan: Any) -> bool:
+        waited.append(not ready(self, plan))
+        return not waited[-1]
+
+    monkeypatch.setattr(KeptScores, "is_ready", seen)
     model = make_tiny_checkpoint(tmp_path, "qwen3_moe")
     prompts = [PROMPT, PROMPT, [*PROMPT[:30], 5, 9], [*PROMPT[:17], 8, 2, 6], [9, 4, 4, 8, 1, 7]]
     async with Engine(config(tmp_path, num_blocks=34, pipeline_depth=depth)) as engine:
@@ -87,6 +110,7 @@ async def test_blocks_that_are_computed_meanwhile(tmp_path: Path, depth: int) ->
             check(result, model, at % 3)
         stats = engine.stats().scheduler
         assert stats.hit_tokens_device > 40
+        assert any(waited) == late
         engine.check()
 
 

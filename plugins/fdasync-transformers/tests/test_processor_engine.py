@@ -110,6 +110,10 @@ async def test_raw_log_probs_are_of_the_model_and_processed_ones_of_what_was_sam
         assert (np.abs(np.subtract(sample.raw_logprobs, sample.processed_logprobs)).max() > 0.01) == (number % 2 == 0)
 
 
+class Broken(Exception):
+    """Its words are no words of any encoding."""
+
+
 class Failing(LogitsProcessor):
     """Fails as it is told, for rows with so many tokens behind their prompt."""
 
@@ -120,6 +124,11 @@ class Failing(LogitsProcessor):
 
     def process(self, rows: ProcessedRows) -> None:
         for number, (settings, prompt) in enumerate(zip(rows.settings, rows.prompt_lengths, strict=True)):
+            if settings["how"] == "token":
+                tokens, known = rows.known()
+                if int(tokens[number][known[number]][-1]) in settings["tokens"]:
+                    raise ValueError("a token that no answer has")
+                continue
             rows.logits[number, 7] = 1e4
             if int(rows.lengths[number]) - prompt < settings["after"]:
                 continue
@@ -132,6 +141,15 @@ class Failing(LogitsProcessor):
                     rows.logits[number].fill_(float("-inf"))
                 case "infinite":
                     rows.logits[number, 3] = float("inf")
+                case "shape":
+                    rows.logits.resize_(1, 3)
+                case "cancelled":
+                    raise asyncio.CancelledError
+                case "broken":
+                    raise Broken("\udc80" * 5000)
+                case "narrow":
+                    # an idiom; in bfloat16 it is -inf
+                    rows.logits[number].fill_(torch.finfo(torch.float32).min)
 
 
 @pytest.fixture
@@ -149,6 +167,8 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("raise", "failing: ValueError: as told"), ("nan", "failing: NaN, [+]inf, or nothing finite"),
         ("nothing", "failing: NaN, [+]inf, or nothing finite"), ("infinite", "failing: NaN, [+]inf"),
+        ("shape", "failing: ValueError: the logits became"), ("cancelled", "failing: CancelledError"),
+        ("broken", "failing: Broken: "),
     ],
 )  # fmt: skip
 async def test_a_failure_ends_its_own_request(tmp_path: Path, failing: None, how: str, problem: str) -> None:
@@ -161,10 +181,7 @@ async def test_a_failure_ends_its_own_request(tmp_path: Path, failing: None, how
         failed, sevens, other, second = await asyncio.gather(*work, return_exceptions=True)
         for error, count in ((failed, 5), (second, 7)):
             assert isinstance(error, ProcessorFailed)
-            tokens = error.partial.samples[0].token_ids
-            # what a step before it sampled may be on its way still
-            assert count - 2 <= len(tokens) <= count
-            assert set(tokens) == {7}
+            assert error.partial.samples[0].token_ids == (7,) * count
         with pytest.raises(ProcessorFailed, match=problem):
             raise failed
         assert not isinstance(sevens, BaseException)
@@ -175,6 +192,51 @@ async def test_a_failure_ends_its_own_request(tmp_path: Path, failing: None, how
         again = await engine.complete(PROMPTS[0], good)
         assert again.samples[0].token_ids == (7,) * NEW
         engine.check()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_what_fails_behind_the_end_of_an_answer_is_dropped(tmp_path: Path, failing: None, depth: int) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    async with Engine(config(tmp_path, ("failing",), pipeline_depth=depth)) as engine:
+        plain = await engine.complete(PROMPTS[0], asked(0))
+        wanted = plain.samples[0].token_ids
+        last = next(at for at in range(2, NEW) if wanted[at] not in wanted[:at])
+        # every row behind the last token fails
+        chain = {"failing": {"how": "token", "tokens": [wanted[last]]}}
+        for ends in ({"stop_token_ids": (wanted[last],)}, {"max_tokens": last + 1}):
+            result = await engine.complete(PROMPTS[0], asked(0, processors=chain, **ends))
+            assert result.samples[0].token_ids == wanted[: last + 1]
+        with pytest.raises(ProcessorFailed, match="a token that no answer has") as caught:
+            await engine.complete(PROMPTS[0], asked(0, processors=chain))
+        assert caught.value.partial.samples[0].token_ids == wanted[: last + 1]
+        engine.check()
+
+
+async def test_what_fails_behind_a_wrong_draft_does_not_count(tmp_path: Path, failing: None) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    async with Engine(config(tmp_path, ("failing",))) as engine:
+        wanted = [(await engine.complete(prompt, asked(0))).samples[0].token_ids for prompt in PROMPTS]
+    # what the drafter says wrong, and no answer and no prompt has
+    right = {token for tokens in [*wanted, *PROMPTS] for token in tokens}
+    never = sorted({token ^ 1 for tokens in wanted for token in tokens[::3]} - right)
+    answers = {np.array(prompt, "<i4").tobytes(): [one] for prompt, one in zip(PROMPTS, wanted, strict=True)}
+    drafter = Known(answers, DrafterLimits.of(3, 2, 8))
+    speculation = Speculation(drafter="known", max_tokens=3, budget=False)
+    chain = {"failing": {"how": "token", "tokens": never}}
+    async with Engine(config(tmp_path, ("failing",), speculation=speculation), drafter=drafter) as engine:
+        results = await play(engine, asked(0, processors=chain))
+        stats = engine.stats().scheduler
+    assert [one.samples[0].token_ids for one in results] == wanted
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+
+async def test_logits_that_the_model_s_dtype_does_not_hold_fail(tmp_path: Path, failing: None) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    chain = {"failing": {"how": "narrow", "after": 2}}
+    async with Engine(config(tmp_path, ("failing",), {**CPU, "dtype": "bfloat16"})) as engine:
+        with pytest.raises(ProcessorFailed, match="nothing finite among the logits"):
+            await engine.complete(PROMPTS[0], asked(0, processors=chain))
+        assert len((await engine.complete(PROMPTS[0], asked(0))).samples[0].token_ids) == NEW
 
 
 async def test_settings_that_make_no_sense_end_their_request(tmp_path: Path, failing: None) -> None:
@@ -196,6 +258,7 @@ async def test_what_an_engine_does_not_have_is_refused_at_once(tmp_path: Path) -
             (asked(0, processors={"no_repeat_ngram": {"size": "x" * 70_000}}), "bytes of settings as JSON"),
             (asked(2, logprobs="raw", top_logprobs=2), "top_logprobs: cannot be raw with processors"),
             (asked(0, processors={"no_repeat_ngram": {"size": object()}}), "settings that are no JSON"),
+            (asked(0, processors={"no_repeat_ngram": {"size": float("nan")}}), "settings that are no JSON"),
         ):
             with pytest.raises(BadInput, match=problem):
                 await engine.complete(PROMPTS[0], params)

@@ -110,7 +110,9 @@ def check_address(address: str, *, listens: bool = False, keyed: bool = False, a
         _check_path(address, address.removeprefix(_IPC))
         return
     if "://" not in address:
-        raise ConfigError("address", f"{address!r} has no transport", hint="such as ipc:///path or tcp://127.0.0.1:port")
+        raise ConfigError(
+            "address", f"{address!r} has no transport", hint="such as ipc:///path or tcp://127.0.0.1:port"
+        )
     port = address.removeprefix(_TCP)
     if port == address and f"{address}:" != _TCP:
         if not keyed:

@@ -66,20 +66,24 @@ def compute_scores(
         New tensors on the device, the caller's, for `read_scores`: `logprobs` float32 [N]; with alternatives also
         `top_logprobs` float32 [N, plan.top] and `top_ids` int64 [N, plan.top], unordered.
     """
-    found: dict[str, list[torch.Tensor]] = {}
+    found = []
     for first in range(0, len(plan.arrays["rows"]), SCORE_ROWS):
         part = slice(first, first + SCORE_ROWS)
         logits = logits_of(sent["rows"][part])
-        sums = normalisers(logits)
-        values = {"logprobs": logprobs_of(picked(logits, sent["targets"][part]), sums)}
-        if plan.top:
-            best, values["top_ids"] = best_of(logits.float(), plan.top)
-            values["top_logprobs"] = logprobs_of(best, sums)
+        found.append(score_rows(logits, sent["targets"][part], plan.top))
         # the widest tensor: free it before the next one is made
         del logits
-        for name, tensor in values.items():
-            found.setdefault(name, []).append(tensor)
-    return {name: torch.cat(parts) for name, parts in found.items()}
+    return {name: torch.cat([values[name] for values in found]) for name in found[0]}
+
+
+def score_rows(logits: torch.Tensor, targets: torch.Tensor, top: int) -> dict[str, torch.Tensor]:
+    """As `compute_scores`, of rows [n, V] that are all there, and the tokens int64 [n] that they score."""
+    sums = normalisers(logits)
+    values = {"logprobs": logprobs_of(picked(logits, targets), sums)}
+    if top:
+        best, values["top_ids"] = best_of(logits.float(), top)
+        values["top_logprobs"] = logprobs_of(best, sums)
+    return values
 
 
 def read_scores(plan: ScorePlan, arrays: Mapping[str, np.ndarray[Any, Any]]) -> tuple[PromptScores, ...]:

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import torch
 
 from fdasync.cache.aux import FINAL_HIDDEN
-from fdasync.errors import InvariantBroken
+from fdasync.errors import BuffersOut, InvariantBroken
 from fdasync.runner.prompt_scores import ScoredRun
 from fdasync_transformers.execution.parts.step_part import PartWork, StepPart
-from fdasync_transformers.sampling.scoring import compute_scores, plan_scores, read_scores
+from fdasync_transformers.sampling.scoring import SCORE_ROWS, plan_scores, read_scores, score_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
     from numpy.typing import NDArray
 
     from fdasync.cache.aux_arena import AuxArena
@@ -109,13 +109,24 @@ class KeptScores(StepPart[Kept]):
         return True
 
     def after(self, work: StepWork, own: PartWork[Kept]) -> Tensors:
-        assert own.plan.states is not None
-        sent = self._services.send({"states": own.plan.states}, work.holds)["states"].view(self._dtype)
+        states, scores = own.plan.states, own.plan.scores
+        assert states is not None
+        parts: list[Tensors] = []
+        # a piece at a time: logits and copies stay bounded, however long a hit is
+        for first in range(0, len(states), SCORE_ROWS):
+            part = slice(first, first + SCORE_ROWS)
+            sent = self._sent(states[part], work).view(self._dtype)
+            logits = self._bound.trim(self._head.logits_of(sent))
+            parts.append(score_rows(logits, own.sent["targets"][part], scores.top))
+            del logits
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-        def logits_of(rows: torch.Tensor) -> torch.Tensor:
-            return self._bound.trim(self._head.logits_of(sent.index_select(0, rows)))
-
-        return compute_scores(logits_of, own.plan.scores, own.sent)
+    def _sent(self, states: NDArray[np.uint8], work: StepWork) -> torch.Tensor:
+        try:
+            return self._services.send({"states": states}, work.holds)["states"]
+        except BuffersOut:
+            # of a copy that is not page-locked the device is waited for, which is better than to fail
+            return torch.from_numpy(states).to(self._services.streams.device)
 
     def read(self, work: StepWork, own: PartWork[Kept], fetched: Mapping[str, Any], output: StepOutput) -> StepOutput:
         return msgspec.structs.replace(output, scores=read_scores(own.plan.scores, fetched))

@@ -8,12 +8,15 @@ samples; in front of `samples.py`.
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
+from fdasync.errors import BadInput
 from fdasync_transformers.execution.parts.step_part import PartWork, StepPart
 from fdasync_transformers.sampling.processors import ProcessedRows
 
@@ -26,6 +29,11 @@ if TYPE_CHECKING:
     from fdasync_transformers.execution.bound import Bound
     from fdasync_transformers.execution.device_lanes import DeviceLanes
     from fdasync_transformers.execution.parts.step_part import Arrays, StepWork, Tensors
+    from fdasync_transformers.sampling.processors import LogitsProcessor
+
+# what a plugin may raise and its request ends with; an interrupt of the process is none of it
+_ANYTHING = (Exception, asyncio.CancelledError)
+_MOST_CHARS = 1000
 
 
 class _Asked(NamedTuple):
@@ -51,13 +59,15 @@ class Chains(NamedTuple):
         keys: the sequence of each.
         asked: what it asks for.
         groups: in the order in which they are asked.
-        failed: problems by sequence, as they are found.
+        raised: problems by row, as they are found.
+        failed: problems by sequence.
     """
 
     samples: list[int]
     keys: list[int]
     asked: list[_Asked]
     groups: list[_Group]
+    raised: dict[int, str]
     failed: dict[int, str]
 
 
@@ -85,7 +95,7 @@ class Processors(StepPart[Chains]):
             return None
         own = [keys[number] for number in chosen]
         asked = [self._asked[key] for key in own]
-        plan = Chains(chosen, own, asked, _groups(asked), failed)
+        plan = Chains(chosen, own, asked, _groups(asked), {}, failed)
         if not chosen:
             return PartWork(self, plan)
         samples = np.array(chosen, np.int64)
@@ -114,8 +124,8 @@ class Processors(StepPart[Chains]):
             try:
                 for name, settings in msgspec.json.decode(start.sampler.processors):
                     chain.append((name, self._bound.processors[name].read(settings)))
-            except Exception as error:  # a plugin may raise anything
-                self._untold[start.key] = f"{name}: {error}"
+            except _ANYTHING as error:
+                self._untold[start.key] = _words(name, error)
             else:
                 self._asked[start.key] = _Asked(start.sampler.prompt_len, tuple(chain))
 
@@ -138,48 +148,74 @@ class Processors(StepPart[Chains]):
                 [one.prompt_length for one in asked],
                 [one.chain[group.place][1] for one in asked],
             )
-            for row, problem in self._process(group.name, rows, changed.index_select(0, chosen)):
-                own.plan.failed.setdefault(own.plan.keys[group.rows[row]], problem)
-            changed.index_copy_(0, chosen, rows.logits)
+            made, failed = self._process(group.name, rows, chosen, changed)
+            for row, problem in failed:
+                own.plan.raised.setdefault(group.rows[row], problem)
+            changed.index_copy_(0, chosen, made)
+        narrow = changed.to(logits.dtype)
         # NaN wins a maximum, so the largest logit shows any bad one
-        sound = torch.isfinite(changed.amax(-1))
-        changed = changed.to(logits.dtype).where(sound[:, None], plain)
-        work.processed = logits.index_copy(0, sent["samples"], changed), sent["samples"]
+        sound = torch.isfinite(narrow.amax(-1))
+        work.processed = logits.index_copy(0, sent["samples"], narrow.where(sound[:, None], plain)), sent["samples"]
         return {"sound": sound}
 
-    def _process(self, name: str, rows: ProcessedRows, before: torch.Tensor) -> list[tuple[int, str]]:
-        """Ask a processor; the rows that it fails keep their logits, and are returned with the problem."""
-        processor = self._bound.processors[name]
+    def _process(
+        self, name: str, rows: ProcessedRows, chosen: torch.Tensor, changed: torch.Tensor
+    ) -> tuple[torch.Tensor, list[tuple[int, str]]]:
+        """Ask a processor for the `chosen` rows of `changed`: their logits, and the rows that it fails, which keep
+        theirs, with the problem."""
+        processor, logits = self._bound.processors[name], rows.logits
         try:
-            processor.process(rows)
-        except Exception:  # a plugin may raise anything; which row it was is found out
-            rows.logits.copy_(before)
+            _ask(processor, rows)
+        except _ANYTHING:
+            # which row it was is found out
+            logits = changed.index_select(0, chosen)
         else:
-            return []
+            return logits, []
         failed = []
-        for row in range(len(before)):
+        for row in range(len(chosen)):
+            alone = replace(rows, logits=logits.clone()).row(row)
             try:
-                processor.process(rows.row(row))
-            except Exception as error:  # likewise
-                rows.logits[row].copy_(before[row])
-                failed.append((row, f"{name}: {type(error).__name__}: {error}"))
-        return failed
+                _ask(processor, alone)
+            except _ANYTHING as error:
+                failed.append((row, _words(name, error)))
+            else:
+                logits[row].copy_(alone.logits[0])
+        return logits, failed
 
     def read(self, work: StepWork, own: PartWork[Chains], fetched: Mapping[str, Any], output: StepOutput) -> StepOutput:
         plan, failed = own.plan, own.plan.failed
         if plan.samples:
+            # of a row behind a draft that was wrong nothing counts
             stands = None if work.settled is None else set(work.settled.samples.tolist())
-            for sample, key, sound, asked in zip(
-                plan.samples, plan.keys, fetched["sound"].tolist(), plan.asked, strict=True
+            for row, (sample, key, sound, asked) in enumerate(
+                zip(plan.samples, plan.keys, fetched["sound"].tolist(), plan.asked, strict=True)
             ):
-                if not sound and (stands is None or sample in stands):
+                if (row in plan.raised or not sound) and (stands is None or sample in stands):
                     names = ", ".join(name for name, _ in asked.chain)
-                    failed.setdefault(key, f"{names}: NaN, +inf, or nothing finite among the logits")
+                    unsound = f"{names}: NaN, +inf, or nothing finite among the logits"
+                    failed.setdefault(key, plan.raised.get(row, unsound))
         new = tuple((key, problem) for key, problem in failed.items() if key not in self._told)
         self._told.update(failed)
         for key in failed:
             self._asked.pop(key, None)
         return msgspec.structs.replace(output, unprocessed=new) if new else output
+
+
+def _ask(processor: LogitsProcessor, rows: ProcessedRows) -> None:
+    """Raises what the processor does, and ValueError for logits of another shape."""
+    logits, shape = rows.logits, rows.logits.shape
+    processor.process(rows)
+    if rows.logits is not logits or logits.shape != shape:
+        raise ValueError(f"the logits became {tuple(rows.logits.shape)}; change them in place")
+
+
+def _words(name: str, error: BaseException) -> str:
+    """A problem that any message has room for, and any encoding."""
+    try:
+        said = str(error) if isinstance(error, BadInput) else f"{type(error).__name__}: {error}"
+    except Exception:  # an error may be broken, too
+        said = type(error).__name__
+    return f"{name}: {said}"[:_MOST_CHARS].encode("utf-8", "backslashreplace").decode()
 
 
 def _groups(asked: list[_Asked]) -> list[_Group]:
