@@ -55,6 +55,9 @@ def of_info(info: inspect.Type) -> st.SearchStrategy[Any]:
             return st.booleans()
         case inspect.NoneType():
             return st.none()
+        case inspect.AnyType():
+            # settings of a plugin
+            return st.none() | st.integers(-9, 9) | st.text(max_size=8)
         case inspect.LiteralType():
             return st.sampled_from(info.values)
         case inspect.TupleType():
@@ -98,6 +101,8 @@ def obeys(info: inspect.Type, value: Any) -> bool:
             return isinstance(value, kind) and _long_enough(info, value)
         case inspect.BoolType():
             return isinstance(value, bool)
+        case inspect.AnyType():
+            return True
         case inspect.NoneType():
             return value is None
         case inspect.LiteralType():
