@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
-from tests.support.outer import outer_environment
+from tests.support.page_plugin import install, output_of, run_tests
 
 PAGE = Path(__file__).parents[4] / "docs" / "write-a-processor.md"
-# an engine that finds it by its name; the tiny model says 11 at once
+# an engine that finds it by its name, and bars what the model says first
 ENGINE = """
 import asyncio
 import sys
@@ -40,29 +35,9 @@ asyncio.run(main())
 
 @pytest.mark.ci
 def test_the_processor_of_the_page_installs_and_passes_its_test(tmp_path: Path) -> None:
-    text = PAGE.read_text()
-    processor, test = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (project,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "keep_going.py").write_text(processor)
-    (tmp_path / "test_keep_going.py").write_text(test)
+    install(PAGE, tmp_path, "keep_going")
+    assert "1 passed" in run_tests(tmp_path, "keep_going")
     (tmp_path / "engine.py").write_text(ENGINE)
-    info = tmp_path / "keep_going-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: keep-going\nVersion: 1.0\n")
-    ((group, points),) = tomllib.loads(project)["project"]["entry-points"].items()
-    lines = [f"{name} = {target}" for name, target in points.items()]
-    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]) + "\n")
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     make_tiny_checkpoint(tmp_path / "model", "qwen3_moe")
-    for command, wanted in (
-        ("-m pytest -q -p no:cacheprovider -p no:asyncio test_keep_going.py", "1 passed"),
-        ("engine.py model", "True True"),
-        ("-m fdasync plugins", "keep_going"),
-    ):
-        done = subprocess.run(
-            [sys.executable, *command.split()],
-            cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False,
-            env=outer_environment(PYTHONPATH=path),
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert wanted in done.stdout, command
+    assert "True True" in output_of(tmp_path, "engine.py", "model")
+    assert "keep_going" in output_of(tmp_path, "-m", "fdasync", "plugins")

@@ -75,7 +75,7 @@ class Executor:
         self._waiting: deque[Callable[[], None]] = deque()
         # weights, tables and buffers were written on the current stream
         services.streams.follow()
-        # last: they pin pages until they are closed, and whoever made this cannot close it if it fails here
+        # last: copies pin pages until they are closed, and nobody can close an executor that was not made
         self._copies = DeviceCopies(bound, model.states, services)
 
     def capture_graphs(self, sizes: tuple[int, ...]) -> None:

@@ -59,7 +59,7 @@ class DeviceBatch:
         runs: whether decodes may be several rows of one sequence, side by side.
         spans: of recurrent layers, for kernels; None: the model has none.
         takes: snapshots of recurrent state behind tokens of the step, where no kernel computes it.
-        tell: gets what each indexer picks (`model/indexers.py`); None: nobody asks.
+        tell: is called with what each indexer picks (`model/indexers.py`); None: no sequence asks for that.
     """
 
     tokens: int

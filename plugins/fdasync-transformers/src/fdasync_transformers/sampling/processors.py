@@ -1,7 +1,8 @@
 """The contract of logits processors: plugins that change the logits of the requests that ask for them, on the device.
 
 A processor is a class under the entry point group `fdasync.processors` (docs/write-a-processor.md). A runner makes one
-of each name that it is configured with, and asks it in each step for all rows that want it, whoever they belong to.
+object of each class that its configuration names. In each step it calls each object once, with the rows of all requests
+that ask for it.
 Drafts are tokens like others: a row behind a draft has it among its tokens, and counts only if the draft was right.
 Knows no steps and no requests. `no_repeat_ngram.py` is one; `execution/parts/processors.py` calls them.
 """

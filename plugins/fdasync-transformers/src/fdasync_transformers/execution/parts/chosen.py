@@ -36,6 +36,7 @@ class Chosen(StepPart[list["LentRun"]]):
         self._table = table
 
     def plan(self, work: StepWork) -> PartWork[list[LentRun]] | None:
+        # in host memory
         specs = [self._table.samplers[lane] for lane in work.batch.lanes.tolist()]
         wanted = any(spec is not None and spec.chosen_from >= 0 for spec in specs)
         return PartWork(self, []) if wanted else None

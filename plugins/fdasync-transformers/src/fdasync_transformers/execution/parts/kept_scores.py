@@ -91,6 +91,7 @@ class KeptScores(StepPart[Kept]):
         column, offset = divmod(first - 1, size)
         slots, generations = table.slots_of(np.array(start.blocks[column : -(-(stop - 1) // size)]))
         tokens = np.frombuffer(start.tokens, "<i4")[first:stop]
+        # in host memory
         return start, tokens, _Rows(slots.tolist(), generations.tolist(), offset, stop - first)
 
     def is_ready(self, plan: Kept) -> bool:

@@ -88,6 +88,7 @@ class Processors(StepPart[Chains]):
     def plan(self, work: StepWork) -> PartWork[Chains] | None:
         self._follow(work.step)
         batch = work.batch
+        # in host memory
         keys = [self._table.keys[lane] for lane in batch.lanes[batch.sampled].tolist()] if len(work.rows) else []
         chosen = [number for number, key in enumerate(keys) if key in self._asked]
         failed, self._untold = self._untold, {}
@@ -120,7 +121,7 @@ class Processors(StepPart[Chains]):
         for start in step.starts:
             if not start.sampler.processors:
                 continue
-            chain = []
+            chain, name = [], "processors"
             try:
                 for name, settings in msgspec.json.decode(start.sampler.processors):
                     chain.append((name, self._bound.processors[name].read(settings)))
@@ -185,7 +186,7 @@ class Processors(StepPart[Chains]):
     def read(self, work: StepWork, own: PartWork[Chains], fetched: Mapping[str, Any], output: StepOutput) -> StepOutput:
         plan, failed = own.plan, own.plan.failed
         if plan.samples:
-            # of a row behind a draft that was wrong nothing counts
+            # of a row behind a draft that was wrong nothing counts; in host memory, as all that was fetched
             stands = None if work.settled is None else set(work.settled.samples.tolist())
             for row, (sample, key, sound, asked) in enumerate(
                 zip(plan.samples, plan.keys, fetched["sound"].tolist(), plan.asked, strict=True)

@@ -94,7 +94,7 @@ class StepWork:
         placed: where the decodes are; None: it has no drafts, or samples nothing.
         spans: the plan of recurrent states for the pass; `state_plan` likewise for graphs.
         takes: snapshots of recurrent states that the pass takes, where no kernel computes them.
-        tell: gets what each indexer picks in the pass; None: nobody asks.
+        tell: is called with what each indexer picks in the pass; None: no sequence asks for that.
         passed: what the pass computed; its logits are of `rows`, and wider than the vocabulary (`Bound.trim`). None:
             there is no pass.
         staged: rows of aux data on the device, by the name of their spec.

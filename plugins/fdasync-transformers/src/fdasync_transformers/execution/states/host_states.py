@@ -32,6 +32,7 @@ class HostStates(StepPart[dict[int, list[Take]]]):
         for start in work.step.starts:
             self._states.check_start(start.snapshot, start.num_cached)
         takes = [Take(self._table.lane_of(take.key), take.position, take.place) for take in work.step.snapshots]
+        # in host memory, as all of a device that is a CPU
         decodes = set() if work.drafted is None else set(work.drafted.lanes.tolist())
         later: dict[int, list[Take]] = {}
         for take in takes:
@@ -49,6 +50,7 @@ class HostStates(StepPart[dict[int, list[Take]]]):
     def after(self, work: StepWork, own: PartWork[dict[int, list[Take]]]) -> Tensors:
         if work.accepted is not None and work.drafted is not None:
             told = work.accepted.told
+            # likewise
             columns = (told["starts"].tolist(), told["used"].tolist(), told["counts"].tolist())
             for lane, start, width, stood in zip(work.drafted.lanes.tolist(), *columns, strict=False):
                 for take in own.plan.get(lane, ()):

@@ -61,6 +61,7 @@ def cut(step: Sequences, takes: Sequence[Take]) -> Pieces:
     if len({take.place for take in takes}) != len(takes):
         raise InvariantBroken("a step takes two snapshots in one place")
     pieces: list[list[Piece]] = []
+    # in host memory
     for lane, start, count in zip(step.lanes.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True):
         own: list[Piece] = []
         at, end = start, start + count
