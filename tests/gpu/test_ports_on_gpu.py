@@ -91,9 +91,9 @@ async def test_real_steps_complete_when_they_end():
         seen_s.append(time.perf_counter() - began)
         device_s.append(start.elapsed_time(end) / 1000)
     late = sorted(seen - device for seen, device in zip(seen_s, device_s, strict=True))
-    # never early, as far as two clocks can tell; and not late by much, where other tests leave the device alone
+    # never early, as far as two clocks can tell; and not late by more than a few slices of time of other processes
     assert late[0] > -50e-6
-    assert late[0] < 2e-3
+    assert late[0] < 10e-3
     assert min(device_s) * 0.7 < port.predicted_s("compute", "sleep") < max(seen_s) * 1.3
     await port.aclose()
 

@@ -291,7 +291,8 @@ async def test_a_worker_finds_them_by_their_entry_points(tmp_path: Path, forked_
 @pytest.mark.parametrize("speculation", [False, pytest.param(True, marks=pytest.mark.gpu)])
 async def test_on_a_device_too(tmp_path: Path, speculation: bool) -> None:
     """By graphs on a GPU, with drafts there; else in Triton's interpreter."""
-    make_small_checkpoint(tmp_path, "qwen3_moe")
+    # without experts there are no near ties of routers
+    make_small_checkpoint(tmp_path, "qwen3_dense")
     new = 16 if ON_GPU else 4
     params = [asked(size, max_tokens=new, logprobs="both") for size in (1, 2, 0)]
     found = []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from device_waits import waits_raise
 from fdasync_transformers import TransformersConfig, TransformersRunner
-from fdasync_transformers.execution import passes, step
+from fdasync_transformers.execution import passes
 from fdasync_transformers.execution.graphs import decode_rows, ladder
 from fdasync_transformers.execution.mixed_graphs import token_ladder
 from msgspec.structs import replace
@@ -23,7 +23,10 @@ from fdasync.runner.base import RunnerLimits
 from fdasync.testing import RunnerTests
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from fdasync_transformers.execution.parts.step_part import StepWork
 
     from fdasync.runner.base import Runner
 from device_path import DEVICE, answers, assert_same, make_small_checkpoint
@@ -35,6 +38,18 @@ MORE = ["glm4_moe", "mixtral", "qwen2_moe", "olmoe", "hunyuan_v1_moe", "glm4_moe
 # Triton's interpreter takes seconds for each: one in `make test`, the others in `make test-all`
 QUICK = ("qwen3_moe", "qwen3_next")
 MARKS: dict[str, Any] = {one: () if one in QUICK else pytest.mark.nightly for one in FAMILIES + RECURRENT}
+
+
+def note_steps(monkeypatch: pytest.MonkeyPatch, seen: Callable[[StepWork], None]) -> None:
+    """Have this called with every step once it is planned; checks of graphs are none."""
+    plain = passes.Passes.plan
+
+    def plan(self: passes.Passes, work: StepWork) -> Any:
+        arrays = plain(self, work)
+        seen(work)
+        return arrays
+
+    monkeypatch.setattr(passes.Passes, "plan", plan)
 
 
 @pytest.mark.ci
@@ -56,13 +71,12 @@ async def test_few_tokens_are_computed_as_decodes(tmp_path: Path, family: str, m
     write_tiny_checkpoint(tmp_path, family)
     wanted = await answers(tmp_path, {"device": "cpu"})
     shapes = []
-    plain = step.batch_arrays
 
-    def seen(batch: Any, rows: Any, way: str) -> Any:
-        shapes.append((way, len(batch.positions) > len(batch.lanes), len(rows) < len(batch.positions)))
-        return plain(batch, rows, way)
+    def seen(work: StepWork) -> None:
+        tokens = len(work.batch.positions)
+        shapes.append((work.way, tokens > len(work.batch.lanes), len(work.rows) < tokens))
 
-    monkeypatch.setattr(step, "batch_arrays", seen)
+    note_steps(monkeypatch, seen)
     assert_same(await answers(tmp_path, DEVICE, flat_tokens=16), wanted)
     assert {way for way, *_ in shapes} == {"decodes"}
     # steps with several tokens of a sequence, and some of whose tokens nothing is sampled from
@@ -78,13 +92,10 @@ async def test_steps_with_prompts_in_padded_tiles(tmp_path: Path, family: str, m
     make_small_checkpoint(tmp_path, family)
     wanted = await answers(tmp_path, {"device": "cpu"})
     ways = []
-    plain = step.batch_arrays
-
-    def seen(batch: Any, rows: Any, way: str) -> Any:
-        ways.append((way, batch.num_decodes > 0, len(rows) < len(batch.lanes)))
-        return plain(batch, rows, way)
-
-    monkeypatch.setattr(step, "batch_arrays", seen)
+    note_steps(
+        monkeypatch,
+        lambda work: ways.append((work.way, work.batch.num_decodes > 0, len(work.rows) < len(work.batch.lanes))),
+    )
     # steps have up to 11 tokens
     assert_same(await answers(tmp_path, DEVICE, tiled_tokens=(6, 16)), wanted)
     assert {way for way, *_ in ways} == {"tiles", "decodes"}
