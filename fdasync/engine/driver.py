@@ -321,17 +321,18 @@ class Driver:
         self._bus.publish(told)
 
     def _set_watchdog(self, when: float) -> None:
-        self._watchdog = DeadlineTimer(self._loop, when, partial(self._guarded, self._watch))
+        self._watchdog = DeadlineTimer(self._loop, when, partial(self._guarded, self._watch, when))
 
-    def _watch(self) -> None:
-        """One timer for all steps, whose deadline has passed: is the oldest in flight overdue?"""
+    def _watch(self, when: float) -> None:
+        """One timer for all steps has rung, for the step that was due at `when`: is the oldest in flight overdue?"""
         self._watchdog = None
         if not self._steps:
             return
         step_id, launched = self._steps[0]
         # a step that waited for the one before it has had its time only since then
         due = max(launched, self._ended_at) + self._step_deadline_s
-        if due > self._loop.time():
+        if due > when:
+            # another step, and the timer looks once more where the loop was blocked since that was launched
             self._set_watchdog(due)
         else:
             self._fail(self._runner.overdue(f"step {step_id}", self._step_deadline_s))
