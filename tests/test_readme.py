@@ -24,16 +24,18 @@ def run(arguments: list[str], cwd: Path) -> str:
     return done.stdout
 
 
-def snippets() -> tuple[str, str, str]:
-    first, second, third = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    return first, second, third
+def snippets() -> tuple[str, str]:
+    first, second = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return first, second
 
 
 @pytest.mark.nightly
 def test_tiers_and_weights_run_as_written(tmp_path: Path) -> None:
     make_random_checkpoint(tmp_path / "checkpoint", size="tiny")
     call = "import asyncio\nasyncio.run(step(list(range(20, 90)), 17))\n"
-    (tmp_path / "tiers.py").write_text(snippets()[1] + call)
+    page = (ROOT / "docs/embed.md").read_text()
+    (snippet,) = [one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "PrometheusTap" in one]
+    (tmp_path / "tiers.py").write_text(snippet + call)
     out = run(["tiers.py"], tmp_path)
     assert out.startswith("0 0 0\n")
     assert "fdasync_weight_version" in out
@@ -54,7 +56,7 @@ def test_the_ten_lines_run_as_written(tmp_path: Path) -> None:
 def test_a_router_answers_as_written(tmp_path: Path) -> None:
     (line,) = re.findall(r"^fdasync (up .*?)  +#", (ROOT / "README.md").read_text(), re.MULTILINE)
     config = config_file(tmp_path, {"vocab_size": 256})
-    (tmp_path / "apart.py").write_text(snippets()[2])
+    (tmp_path / "apart.py").write_text(snippets()[1])
     with command(tmp_path, *line.replace("--model checkpoint", f"--config {config}").split(), cwd=tmp_path) as running:
         running.until("ready; connect with")
         out = run(["apart.py"], tmp_path)

@@ -15,6 +15,8 @@ from functools import partial, wraps
 from random import Random
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
+from msgspec.structs import replace
+
 from fdasync.engine.config import EngineConfig
 from fdasync.engine.frontend import Frontend
 from fdasync.engine.prepare import Preparer
@@ -44,6 +46,7 @@ from fdasync.request import (
     checked_sleep,
 )
 from fdasync.runner.facts import ModelFacts
+from fdasync.runner.plugins import checkpoint_folder
 from fdasync.stats import EngineStats, cut
 from fdasync.telemetry.sight.recording.engine_sights import EngineSights
 from fdasync.telemetry.sight.sight import Watched
@@ -140,11 +143,11 @@ class Engine(Generator):
     """See the module.
 
     Attributes:
-        config: checked, as given.
+        config: checked, as given, but for a `model` that names a folder in other words.
         state: where the engine is in its life; "failed" and "closed" are final.
 
     Args:
-        config: an EngineConfig, or a mapping of its keys. Raises ConfigError or PluginError at once.
+        config: an EngineConfig, or a mapping of its keys. Raises ConfigError, PluginError or CheckpointError at once.
         runner: a runner object in the place of the configured one, used in this process (tests).
         tokenizer: a tokenizer object in the place of the configured one.
         store: a store object in the place of the configured one (the config must name one), used in this process. While
@@ -173,6 +176,8 @@ class Engine(Generator):
                 raise ConfigError("config", f"an EngineConfig or a mapping is needed, not {type(config).__name__}")
             config = EngineConfig.from_mapping(config)
         config.validate()
+        if runner is None:
+            config = replace(config, model=checkpoint_folder(config.runner, config.model))
         self.config = config
         self.state: EngineState = "new"
         self._runtime = Runtime(config, runner, tokenizer, store, attendant, drafter)

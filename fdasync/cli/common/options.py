@@ -27,6 +27,7 @@ from fdasync.events.tap import Tap
 from fdasync.ipc.gpus import counted
 from fdasync.registry.mapping import hints_of, nearest, of_text, struct_of
 from fdasync.registry.registry import COMMANDS, TAPS, Registry
+from fdasync.runner.plugins import checkpoint_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,7 +60,7 @@ _FIELDS = Fields(
     names={"tensor_parallel": "--tp"},
     leave=("role", "tokenizer", "gpus", "leases", "speculation", "store", "store_config", "policy", "policy_config",
            "runner_config", "taps"),
-    types={"model": click.Path(exists=True, file_okay=False)},
+    types={"model": click.Path(file_okay=False)},
 )  # fmt: skip
 
 
@@ -118,6 +119,10 @@ _OTHERS = (
         " other options. Options beat the file, and no file is read that is not named here.",
     ),
     click.option(
+        "--download", is_flag=True, cls=GroupedOption, group=_MODEL,
+        help="Fetch a --model that the hub's cache on this machine does not have.",
+    ),
+    click.option(
         "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16", "float64"]), cls=GroupedOption,
         group=_MODEL, help="Of weights and KV; float64 is for toy models on CPUs.",
     ),
@@ -160,7 +165,7 @@ _OTHERS = (
     ),
 )  # fmt: skip
 # parameters that `engine_config` takes besides those of `_FIELDS`
-_OWN = ("dtype", "device", "num_threads", "gpus", "policy", "drafter", "draft_tokens", "store", "taps")
+_OWN = ("download", "dtype", "device", "num_threads", "gpus", "policy", "drafter", "draft_tokens", "store", "taps")
 _NAMES = (*[str(option.name) for option in _FIELDS.options.values()], *_OWN)
 
 
@@ -177,7 +182,8 @@ def engine_config(options: dict[str, Any], role: str | None = None) -> EngineCon
     Args:
         role: of the command line; None: the file's role, or "mixed".
 
-    Raises ConfigError, or BadInput, naming the option, or the file and its key.
+    Raises ConfigError, or BadInput, naming the option, or the file and its key; CheckpointError for a model that is not
+    on this machine.
     """
     path, ctx = options.pop("config_path", None), click.get_current_context(silent=True)
     read = ctx.meta.get(_VALUES) if ctx is not None else None
@@ -229,7 +235,10 @@ def engine_config(options: dict[str, Any], role: str | None = None) -> EngineCon
         raise BadInput("--gpus", problem, limit=config.tensor_parallel, hint=hint)
     if config.runner == "transformers" and not config.model:
         raise BadInput("--model", "is missing", hint="name a checkpoint folder, or --runner synthetic to try without")
-    return config
+    folder = checkpoint_folder(config.runner, config.model, download=bool(own["download"]))
+    if folder and not Path(folder).is_dir():
+        raise BadInput("--model", f"{folder}: the folder does not exist")
+    return msgspec.structs.replace(config, model=folder)
 
 
 def _check_keys(config: EngineConfig) -> None:

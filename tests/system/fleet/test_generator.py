@@ -1,4 +1,4 @@
-"""The face that engines and routers share: one program, played on either (`fdasync/generator.py`)."""
+"""The face that engines and routers share: one program, played on either (`fdasync/generator/face.py`)."""
 
 from __future__ import annotations
 

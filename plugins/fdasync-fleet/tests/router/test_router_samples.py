@@ -131,3 +131,16 @@ async def test_the_tokens_of_a_text_are_known_with_the_first_delta(scene):
         scene.m0.prompt(name)
         scene.m0.end(name)
         assert (await stream.finished()).prompt_token_ids == (4, 5)
+
+
+@in_scene("m0")
+async def test_many_prompts_are_served_and_read_as_by_an_engine(scene):
+    scene.m0.answers = lambda submit: scene.m0.end(submit.request, (int(submit.request_id[-1]),))
+    results = await scene.router.complete_all([(1, 2), (3,), (4, 5)], request_id="batch")
+    assert [result.token_ids for result in results] == [(0,), (1,), (2,)]
+    assert [submit.request_id for submit in scene.m0.submits] == ["batch/0", "batch/1", "batch/2"]
+    scene.m0.answers = lambda submit: (
+        scene.m0.tokens(submit.request, 8, finish="length"),
+        scene.m0.end(submit.request, (8,)),
+    )
+    assert [delta.token_ids async for delta in scene.router.generate((6, 7))] == [(8,)]

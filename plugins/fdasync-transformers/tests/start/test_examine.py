@@ -174,6 +174,16 @@ def test_data_that_a_dense_model_has_not_are_refused_as_at_the_start(tmp_path: P
         report_of(tmp_path, aux=["routing_weights"])
 
 
+async def test_a_dense_model_is_told_to_have_no_routing_at_its_start_too(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3_dense")
+    note = "no MoE layers: results have no routing"
+    assert note in report_of(tmp_path).notes
+    assert note not in report_of(tmp_path, routing=False).notes
+    driver = await Driver.open(tmp_path, num_blocks=8)
+    assert note in driver.capacity.notes
+    await driver.close()
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -100,7 +100,7 @@ def aux_specs(model: PreTrainedModel, moe: MoELayers | None, asked: Sequence[str
             specs.append(FinalHidden.spec_of(model))
         elif moe is None:
             raise ConfigError(
-                "runner_config.aux", f"{name} without captured routing", hint='leave it out, or set capture to "auto"'
+                "runner_config.aux", f"{name} without captured routing", hint='leave it out, or set routing to "auto"'
             )
         else:
             specs.append(RouterWeights.spec_of(moe))

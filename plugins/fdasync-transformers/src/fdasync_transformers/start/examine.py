@@ -123,7 +123,7 @@ def _shapes(
 
     Raises UnsupportedModel and ConfigError.
     """
-    check_routing(model, limits)
+    notes += check_routing(model, limits)
     try:
         find_experts(model)
     except UnsupportedModel:

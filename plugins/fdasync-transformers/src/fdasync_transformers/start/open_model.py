@@ -115,9 +115,8 @@ def open_model(
         refuse_undone(model, kind, config, limits, device)
     if find_indexers(model):
         indexed.refuse_undone(kind, config, limits, device)
-    check_routing(model, limits)
+    notes = [*checkpoint.architecture.notes, *check_routing(model, limits)]
     names = loading.names_of(checkpoint, model)
-    notes = [*checkpoint.architecture.notes]
     make_layout = _layout_of(model)
     if mtp_layers:
         with library_code(kind, "the probe of its multi-token prediction layers"):
@@ -274,18 +273,20 @@ def _layers(model: PreTrainedModel, config: TransformersConfig, mends: families.
     return probe.attention_layers(model, latent=config.latent_mla, query_scales=mends.query_scales)
 
 
-def check_routing(model: PreTrainedModel, limits: RunnerLimits) -> None:
-    """Find out before weights are loaded whether their routing can be recorded as asked.
+def check_routing(model: PreTrainedModel, limits: RunnerLimits) -> tuple[str, ...]:
+    """Find out before weights are loaded whether their routing can be recorded as asked. Returns what people should
+    know.
 
     Raises UnsupportedModel for experts whose routing cannot be recorded, ConfigError for a dense model.
     """
     if limits.capture is False:
-        return
+        return ()
     experts = find_experts(model)
     if limits.capture is True and not experts:
         raise ConfigError(
-            "routing", f"{model.config.model_type} has no MoE layers", hint='set capture to "auto" or False'
+            "routing", f"{model.config.model_type} has no MoE layers", hint='set routing to "auto" or False'
         )
+    return () if experts else ("no MoE layers: results have no routing",)
 
 
 def _experts_of(model: PreTrainedModel, limits: RunnerLimits) -> MoELayers | None:

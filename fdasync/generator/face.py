@@ -1,28 +1,22 @@
-"""The face that an engine and a router share: code that takes a `Generator` runs on either.
-
-`Generator` declares methods only. `DeltaStream` and `Generation` are how a request is read on both: `engine/stream.py`
-and `fdasync_fleet/router/stream.py` add where deltas and results come from. `Load` is how busy both say that they are;
-`facts.py` has what they tell of their model. Knows neither `Engine` nor `Router`; both name `Generator` as a base, so
-mypy holds them to it.
+"""`Generator`: the methods that an engine and a router have in common, and what each promises. It does one of them,
+`complete_all`, by another.
 """
 
 from __future__ import annotations
 
-import asyncio
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
-from fdasync.request import Doing
-from fdasync.stats import EngineStats
+from fdasync.generator.batch import complete_all
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-    from contextlib import AbstractAsyncContextManager
+    from collections.abc import Iterable, Sequence
     from typing import Literal, Self, Unpack
 
+    from fdasync.generator.load import Load
+    from fdasync.generator.streams import DeltaStream, Generation
     from fdasync.request import (
+        Doing,
         GenerateOptions,
         MemoryPart,
         PauseMode,
@@ -34,234 +28,9 @@ if TYPE_CHECKING:
         WeightsGroup,
         WeightSource,
     )
-    from fdasync.result import Delta, Result, Sample
+    from fdasync.result import Result
     from fdasync.runner.facts import ModelFacts
     from fdasync.telemetry.sight.sight import Watched
-
-
-class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance of a router, as its latest heartbeat told it, with the requests of other routers.
-
-    Attributes:
-        name, role: from its handshake; "" before the first.
-        address: the address that the router dials.
-        is_up: whether there is a link to it; without one the numbers are the last that it sent.
-        problem: why there is no link, or why it gets no requests although there is one; else "".
-        doing: what it does, by its latest heartbeat or this router's last call.
-        stats: the numbers of its engine; None before the first heartbeat.
-        age_s: age of `stats`, in seconds.
-        live: requests of this router that it serves or prefills.
-        weight_version: label of its weights.
-    """
-
-    name: str
-    role: str
-    address: str
-    is_up: bool
-    problem: str
-    doing: Doing
-    stats: EngineStats | None
-    age_s: float
-    live: int
-    weight_version: str
-
-    @property
-    def running(self) -> int:
-        """Samples that hold KV blocks; 0 before the first heartbeat."""
-        return 0 if self.stats is None else self.stats.scheduler.running
-
-    @property
-    def waiting(self) -> int:
-        """Samples that wait to be computed; 0 before the first heartbeat."""
-        return 0 if self.stats is None else self.stats.scheduler.waiting
-
-    @property
-    def paused(self) -> bool:
-        """It plans no steps."""
-        return self.doing != "running"
-
-
-class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy a generator is. On a router the numbers of samples and tokens are sums over the instances that are up,
-    and as old as their latest heartbeats.
-
-    Attributes:
-        running: samples that hold KV blocks.
-        waiting: samples that wait to be computed, and requests that wait for a place.
-        live: requests of this engine or router that have not ended; 0: all have their results.
-        used_tokens, capacity_tokens: tokens of KV blocks that samples use, and of all blocks. Cached blocks that no
-            sample uses do not count as used.
-        doing: what it does, in one word (`request.Doing`). On a router: what the instance nearest to "running" does,
-            among those that are up; "updating" while the router updates running instances.
-        paused: no steps are planned; on a router: at no instance that is up.
-        asleep: a sleep has begun, and not all memory is back; on a router: at any instance that is up.
-        updating: weights are being updated, or on a router their label.
-        instances: of a router, in the order in which they were named; () of an engine.
-    """
-
-    running: int
-    waiting: int
-    live: int
-    used_tokens: int
-    capacity_tokens: int
-    doing: Doing
-    paused: bool
-    updating: bool
-    asleep: bool = False
-    instances: tuple[InstanceLoad, ...] = ()
-
-
-class StreamedRequest(Protocol):
-    """A request that a `DeltaStream` reads.
-
-    Attributes:
-        request_id: the caller's name for it, or else a drawn name.
-        done: set when the request has ended.
-        waiter: the stream sets it while its reader waits; the request resolves it when there is something to read.
-    """
-
-    request_id: str
-    done: asyncio.Future[None]
-    waiter: asyncio.Future[None] | None
-
-
-class DeltaStream(ABC):
-    """An async iterator of `Delta`s of all samples of one request; ends when every sample ended.
-
-    One reader at a time. A slow reader gets fewer, longer deltas; the request never waits for it. A sample that has
-    ended is whole from its last delta on (`sample`), while others go on.
-    """
-
-    def __init__(self, request: StreamedRequest, num_samples: int) -> None:
-        self._request = request
-        self._num_samples = num_samples
-        # the sample that is looked at first: each has its turn
-        self._next = 0
-        # samples whose last delta was read
-        self._ended: set[int] = set()
-
-    @property
-    def request_id(self) -> str:
-        """The caller's name for the request, or else a drawn name."""
-        return self._request.request_id
-
-    @property
-    def prompt_token_ids(self) -> tuple[int, ...]:
-        """Token ids of the prompt: known from the first delta on; before, () is possible for text."""
-        return self._prompt()
-
-    def sample(self, index: int) -> Sample:
-        """A sample that has ended, whole: with all its log-probs and rows. It is there from its last delta on (the
-        delta with a `finish_reason`), and without deltas at the request's end. It equals the result's sample, which may
-        share its arrays. It stays there when the request fails later, or is aborted.
-
-        Raises IndexError for a number that no sample has, RuntimeError before its last delta was read, and the error
-        that the request ended with where that error has cut it short.
-        """
-        if not 0 <= index < self._num_samples:
-            raise IndexError(f"sample {index} of {self._num_samples}")
-        whole = self._sample(index) if index in self._ended else None
-        if whole is not None:
-            return whole
-        if not self._request.done.done():
-            raise RuntimeError(f"sample {index} is still running, or its last delta was not read yet")
-        return self._whole().samples[index]
-
-    @property
-    def result(self) -> Result:
-        """The whole result, once the iteration ended or the block was left. Raises RuntimeError before, and the error
-        that the request ended with."""
-        if not self._request.done.done():
-            raise RuntimeError("the request is still running: read the stream to its end first")
-        return self._whole()
-
-    @abstractmethod
-    def abort(self) -> None:
-        """End the request now; the stream then ends normally, with finish_reason "abort"."""
-
-    @abstractmethod
-    async def leave(self) -> None:
-        """Abort the request if it has not ended, and wait until it has. Called when its block is left."""
-
-    @abstractmethod
-    def _take(self, index: int) -> Delta | None:
-        """All that is new of a sample."""
-
-    @abstractmethod
-    def _sample(self, index: int) -> Sample | None:
-        """A sample whose last delta was taken; None: the request failed before all of the sample was there."""
-
-    @abstractmethod
-    def _prompt(self) -> tuple[int, ...]:
-        """Token ids of the prompt, as far as known."""
-
-    @abstractmethod
-    def _failed(self) -> bool:
-        """Whether the request, which has ended, ended with an error."""
-
-    @abstractmethod
-    def _whole(self) -> Result:
-        """The result of the request, which has ended. Raises the error that it ended with."""
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def _settle(self) -> None:  # noqa: B027 - a result that is there as the request ends needs no work
-        """Do the work that an ended request's result still takes, without holding up the loop."""
-
-    async def __anext__(self) -> Delta:
-        request = self._request
-        while True:
-            for _ in range(self._num_samples):
-                index, self._next = self._next, (self._next + 1) % self._num_samples
-                delta = self._take(index)
-                if delta is not None:
-                    if delta.finish_reason is not None:
-                        self._ended.add(index)
-                    return delta
-            if request.done.done():
-                if self._failed():
-                    self._whole()  # raises
-                await self._settle()
-                raise StopAsyncIteration
-            if request.waiter is not None:
-                raise RuntimeError("a stream has one reader at a time")
-            request.waiter = asyncio.get_running_loop().create_future()
-            try:
-                # bounded by the request's own deadline, which ends it
-                await request.waiter
-            finally:
-                request.waiter = None
-
-    async def finished(self) -> Result:
-        """Wait for the end and return the result, whatever was read of the deltas."""
-        await asyncio.shield(self._request.done)
-        return self.result
-
-
-S_co = TypeVar("S_co", bound=DeltaStream, covariant=True)
-
-
-class Generation(Generic[S_co]):
-    """`async with` around a request: entering submits it, leaving early aborts it.
-
-    Args:
-        submit: submits the request and returns its stream.
-    """
-
-    def __init__(self, submit: Callable[[], Awaitable[S_co]]) -> None:
-        self._submit = submit
-        self._entered = False
-
-    async def __aenter__(self) -> S_co:
-        if self._entered:
-            raise RuntimeError("a generation is entered once")
-        self._entered = True
-        self._stream = await self._submit()
-        return self._stream
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._stream.leave()
 
 
 class Generator(Protocol):
@@ -286,15 +55,17 @@ class Generator(Protocol):
     @abstractmethod
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[GenerateOptions]
-    ) -> AbstractAsyncContextManager[DeltaStream]:
-        """A stream of deltas: `async with it.generate(...) as stream: async for delta in stream: ...`.
+    ) -> Generation[DeltaStream]:
+        """A request's deltas: `async for delta in it.generate(...): ...`, or with its result and an end that is waited
+        for: `async with it.generate(...) as stream: async for delta in stream: ...`.
 
         Args:
             prompt: text, or token ids (a sequence of ints, or an array with `tolist`); copied, never changed.
             params: how to sample; default SamplingParams().
             options: see `GenerateOptions`.
 
-        Calling or entering it raises BadInput, DuplicateRequestId, EngineClosed. Leaving early aborts the request.
+        Calling, entering or iterating it raises BadInput, DuplicateRequestId, EngineClosed. Leaving early aborts the
+        request.
         """
 
     @abstractmethod
@@ -302,6 +73,32 @@ class Generator(Protocol):
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[GenerateOptions]
     ) -> Result:
         """The whole result, without deltas; arguments and errors as in `generate`. Cancelling it aborts the request."""
+
+    async def complete_all(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        at_once: int | None = None,
+        progress: bool = False,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Result]:
+        """The results of many prompts, in their order.
+
+        Args:
+            prompts: as `generate` takes them.
+            params: of all, or one for each prompt.
+            at_once: most requests that are submitted and have not ended; None: twice as many as have a place
+                (`facts().max_requests`, of every instance).
+            progress: keep a line on stderr of what is done, and how fast, where that is a terminal.
+            options: of each request. A `request_id` is a prefix: the first is named "ID/0".
+
+        The first error is raised, and ends the other requests; so does cancelling it. Raises as `complete` does, and
+        BadInput for other arguments.
+        """
+        facts = self.facts()
+        places = 2 * facts.max_requests * max(facts.num_instances, 1) if at_once is None else at_once
+        return await complete_all(self.complete, prompts, params, options, at_once=places, progress=progress)
 
     @abstractmethod
     def abort(self, request_id: str) -> bool:
