@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+AUX = "fdasync.aux"
 COMMANDS = "fdasync.commands"
 DRAFTERS = "fdasync.drafters"
 POLICIES = "fdasync.policies"
@@ -30,7 +31,7 @@ STORES = "fdasync.stores"
 TAPS = "fdasync.taps"
 TOKENIZERS = "fdasync.tokenizers"
 TRANSPORTS = "fdasync.transports"
-GROUPS = (COMMANDS, DRAFTERS, POLICIES, PROCESSORS, RUNNERS, STORES, TAPS, TOKENIZERS, TRANSPORTS)
+GROUPS = (AUX, COMMANDS, DRAFTERS, POLICIES, PROCESSORS, RUNNERS, STORES, TAPS, TOKENIZERS, TRANSPORTS)
 
 
 class PluginInfo(msgspec.Struct, frozen=True, kw_only=True):
