@@ -97,8 +97,7 @@ class Registry:
         points = list(entry_points(group=group, name=name))
         targets = {point.value for point in points}
         if not points:
-            known = sorted({point.name for point in entry_points(group=group)})
-            raise PluginError(group, name, "", f"not installed; there are: {', '.join(known) or 'none'}")
+            raise PluginError(group, name, "", f"not installed; there are: {', '.join(self.names(group)) or 'none'}")
         if len(targets) > 1:
             owners = ", ".join(sorted({_origin(point)[0] for point in points}))
             raise PluginError(group, name, owners, "several distributions declare this name")

@@ -115,9 +115,9 @@ class AuxProducer(ABC):
         """A part of the rows of a pass's T tokens, [T], or [T, width] where rows have a width; columns that a part has
         not stay zero. It is rounded to the row's dtype.
 
-        Called in each pass that is computed by Python, and once where a CUDA graph is captured. So it queues operations
-        on the current stream whose shapes follow from the shapes that it is given, waits for nothing, and changes
-        nothing that it sees.
+        Called in each pass that is computed by Python, and while a CUDA graph is captured, which repeats its operations
+        from then on. So it queues operations on the current stream whose shapes follow from the shapes that it is
+        given, waits for nothing, and changes nothing that it sees.
 
         Args:
             seen: what the module returned (mostly a tensor [1, T, ...] or [T, ...], or a tuple of them), or its
