@@ -33,4 +33,5 @@ class LayerNorms(AuxProducer):
     def record(self, _part: int, seen: Any, /) -> torch.Tensor:
         hidden: torch.Tensor = seen if isinstance(seen, torch.Tensor) else seen[0]
         tokens = hidden.reshape(-1, hidden.shape[-1])
-        return torch.linalg.vector_norm(tokens, dim=-1, dtype=torch.float32)
+        norms: torch.Tensor = torch.linalg.vector_norm(tokens, dim=-1, dtype=torch.float32)
+        return norms
