@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.capture.aux_data import AuxData
+from fdasync_transformers.capture.aux_producer import AuxSource
 from fdasync_transformers.capture.routing import RoutingCapture
 from fdasync_transformers.execution.bound import Bound
 from fdasync_transformers.execution.device_step import DeviceStepModel
@@ -25,6 +26,7 @@ from fdasync_transformers.execution.states.plan import plan_size
 from fdasync_transformers.model.kv import KVPool
 
 from benchmarks.gpu.floor import bytes_of, distinct
+from fdasync.cache.aux import ROUTING
 from fdasync.cache.aux_arena import AuxArena
 from fdasync.events.actions import BlockAppend, Chunk, RunStep, SeqStart
 from fdasync.request import SamplerSpec
@@ -229,7 +231,8 @@ class Rig:
         if "off" in names:
             rig.arms["off"] = Arm(rig, captures=False)
             say("arm off: captured")
-        rig.capture = RoutingCapture(step_model.model, moe, scale.max_step_tokens, routers=routers)
+        rig.capture = RoutingCapture(ROUTING, AuxSource(step_model.model, moe, routers))
+        rig.capture.attach(scale.max_step_tokens)
         fused = 0 if routers is None else len(routers.rows)
         say(f"{fused} of {len(moe.ids)} routers are fused")
         rig.arms["on"] = Arm(rig, captures=True)

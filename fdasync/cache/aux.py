@@ -17,7 +17,7 @@ from fdasync.errors import BadInput, InvariantBroken
 #: name of the spec that is the expert routing
 ROUTING = "routing"
 #: name of the spec that is the final hidden state of each token, its bytes as they are: over a hit that has them only
-#: the head runs, for log-probs of prompts. Results have it only where it is asked for by name
+#: the head runs, for log-probs of prompts
 FINAL_HIDDEN = "final_hidden"
 _DTYPE_NBYTES = {"uint8": 1, "uint16": 2, "int32": 4, "uint32": 4, "float16": 2, "float32": 4}
 
@@ -29,11 +29,13 @@ class AuxSpec(msgspec.Struct, frozen=True):
         name: key in results; "routing" is the expert routing.
         shape: per token; routing is (num_moe_layers, top_k).
         dtype: numpy name: uint8, uint16, int32, uint32, float16 or float32.
+        by_name: results have it only where a request asks for it by name.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    by_name: bool = False
 
     def __post_init__(self) -> None:
         """Raises BadInput."""
@@ -57,7 +59,7 @@ def wanted_specs(
     specs: Sequence[AuxSpec], routing: bool | None, aux: bool | Sequence[str] | None
 ) -> tuple[AuxSpec, ...]:
     """The specs whose rows a request gets, in their order; `GenerateOptions` says what `routing` and `aux` mean."""
-    all_others = [spec.name for spec in specs if aux is not False and spec.name != FINAL_HIDDEN]
+    all_others = [spec.name for spec in specs if aux is not False and not spec.by_name]
     others = aux if isinstance(aux, Sequence) else all_others
     return tuple([spec for spec in specs if (routing is not False if spec.name == ROUTING else spec.name in others)])
 

@@ -173,7 +173,7 @@ class Preparer:
         """A copy of the names of rows that are wanted besides routing."""
         aux = checked_aux(wanted)
         others = [spec.name for spec in self.capacity.aux_specs if spec.name != ROUTING]
-        if aux is True and not set(others) - {FINAL_HIDDEN}:
+        if aux is True and all(spec.by_name for spec in self.capacity.aux_specs if spec.name != ROUTING):
             raise BadInput("aux", "was asked for, but this engine has no rows besides routing")
         for name in () if isinstance(aux, bool | None) else aux:
             if name not in others:

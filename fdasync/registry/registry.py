@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+AUX = "fdasync.aux"
 CHECKPOINTS = "fdasync.checkpoints"
 COMMANDS = "fdasync.commands"
 DRAFTERS = "fdasync.drafters"
@@ -31,7 +32,7 @@ STORES = "fdasync.stores"
 TAPS = "fdasync.taps"
 TOKENIZERS = "fdasync.tokenizers"
 TRANSPORTS = "fdasync.transports"
-GROUPS = (CHECKPOINTS, COMMANDS, DRAFTERS, POLICIES, PROCESSORS, RUNNERS, STORES, TAPS, TOKENIZERS, TRANSPORTS)
+GROUPS = (AUX, CHECKPOINTS, COMMANDS, DRAFTERS, POLICIES, PROCESSORS, RUNNERS, STORES, TAPS, TOKENIZERS, TRANSPORTS)
 
 
 class PluginInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,8 +98,7 @@ class Registry:
         points = list(entry_points(group=group, name=name))
         targets = {point.value for point in points}
         if not points:
-            known = sorted({point.name for point in entry_points(group=group)})
-            raise PluginError(group, name, "", f"not installed; there are: {', '.join(known) or 'none'}")
+            raise PluginError(group, name, "", f"not installed; there are: {', '.join(self.names(group)) or 'none'}")
         if len(targets) > 1:
             owners = ", ".join(sorted({_origin(point)[0] for point in points}))
             raise PluginError(group, name, owners, "several distributions declare this name")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fdasync.cache.store.base import Store
 from fdasync.drafting import Drafter
 from fdasync.events.tap import Tap
-from fdasync.registry.registry import DRAFTERS, POLICIES, PROCESSORS, RUNNERS, STORES, TAPS, TRANSPORTS, Registry
+from fdasync.registry.registry import AUX, DRAFTERS, POLICIES, PROCESSORS, RUNNERS, STORES, TAPS, TRANSPORTS, Registry
 from fdasync.runner.base import Runner
 from fdasync.scheduler.state.policy import Policy
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # contracts that belong to distributions which may not be installed, and then nothing uses them
 _APART = {
+    AUX: ("fdasync_transformers.capture.aux_producer", "AuxProducer"),
     PROCESSORS: ("fdasync_transformers.sampling.processors", "LogitsProcessor"),
     TRANSPORTS: ("fdasync_fleet.transfer.base", "Transport"),
 }

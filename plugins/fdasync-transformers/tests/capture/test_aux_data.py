@@ -10,9 +10,10 @@ import torch
 from aux_reference import chosen, plain, routers_of, watched
 from checks.steps import BOTH, RECORDED, top_k_of, weights_and_norms_are_the_librarys
 from device_path import DEVICE, ON_GPU, make_small_checkpoint
-from fdasync_transformers.capture.aux_data import aux_specs, make_aux
+from fdasync_transformers.capture.aux_producer import AuxSource
 from fdasync_transformers.fused.routers import fuse_routers
 from fdasync_transformers.model.moe_layers import find_moe_layers
+from fdasync_transformers.start.aux_producers import make_aux
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
 from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE as VOCAB
 from made import Made
@@ -20,8 +21,6 @@ from step_driver import Driver
 from written import write_tiny_checkpoint
 
 from fdasync.errors import ConfigError, RunnerError
-from fdasync.runner.base import RunnerLimits
-from fdasync.runner.plugins import make_runner
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,8 +73,8 @@ def build(family: str, dtype: torch.dtype, *, fuse: bool) -> tuple[Any, Any, Any
     model.set_experts_implementation("batched_mm")
     layers = find_moe_layers(model)
     assert layers is not None
-    aux = make_aux(model, layers, BOTH[:1], 32, routers=fuse_routers(model, layers) if fuse else None)
-    assert aux is not None
+    aux = make_aux(BOTH[:1], AuxSource(model, layers, fuse_routers(model, layers) if fuse else None))
+    aux.attach(32)
     return model, layers, aux
 
 
@@ -184,26 +183,28 @@ def test_experts_that_are_given_no_weights_fail_the_pass() -> None:
         ("qwen3_dense", ["routing_weights"], {}, "without captured routing"),
         ("qwen3_moe", ["routing_weights"], {"capture": False}, "without captured routing"),
         ("qwen3_moe", ["layer_norms", "layer_norms"], {}, "names a datum twice"),
+        ("qwen3_moe", ["routing"], {}, "or the captured routing"),
+        (
+            "qwen3_moe",
+            ["nosuch"],
+            {},
+            "'nosuch': not installed; there are: final_hidden, layer_norms, routing",
+        ),
     ],
 )
 async def test_what_cannot_be_recorded_is_refused(
     tmp_path: Path, family: str, aux: list[str], limits: dict[str, Any], named: str
 ) -> None:
     write_tiny_checkpoint(tmp_path, family)
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=named) as caught:
         await Driver.open(tmp_path, config={"self_check": False, "aux": aux}, **limits)
-
-
-def test_a_datum_that_there_is_not_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"'nosuch'.*'routing_weights' or 'layer_norms'") as caught:
-        make_runner("transformers", {"aux": ["nosuch"]}, RunnerLimits(max_running=1, max_step_tokens=16))
-    assert caught.value.field == "runner_config.aux[0]"
+    assert caught.value.field == "runner_config.aux"
 
 
 async def test_nothing_is_recorded_unless_it_is_asked_for(tmp_path: Path) -> None:
     model = make_tiny_checkpoint(tmp_path, "qwen3_moe")
-    assert [spec.name for spec in aux_specs(model, find_moe_layers(model), ())] == ["routing"]
-    assert make_aux(model, None, (), 8).producers == ()
+    assert [spec.name for spec in make_aux((), AuxSource(model, find_moe_layers(model))).specs] == ["routing"]
+    assert make_aux((), AuxSource(model, None)).producers == ()
     driver = await Driver.open(tmp_path, config={"self_check": False, "aux": ["layer_norms"]}, capture=False)
     assert [spec.name for spec in driver.capacity.aux_specs] == ["layer_norms"]
     one = driver.sequence(list(range(3, VOCAB, 9)), 3)

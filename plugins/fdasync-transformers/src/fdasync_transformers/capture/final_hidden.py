@@ -1,7 +1,7 @@
 """The final hidden state of each token: an aux datum (`final_hidden`) by which prompts are scored over cached blocks.
 
-A forward hook on the decoder takes what it hands on to the head, its bytes as they are. Knows no sequences. Made by
-`aux_data.py`; read by `execution/parts/kept_scores.py`.
+What the decoder hands on to the head, its bytes as they are. Knows no sequences. Found by its entry point
+(`aux_producer.py`); its rows are read by `execution/parts/kept_scores.py`.
 """
 
 from __future__ import annotations
@@ -10,43 +10,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fdasync.cache.aux import FINAL_HIDDEN, AuxSpec
-from fdasync.errors import ConfigError
-from fdasync.gpu.capture import StepRows
-from fdasync_transformers.capture.aux_producer import AuxProducer
+from fdasync.errors import BadInput
+from fdasync_transformers.capture.aux_producer import AuxProducer, Watched
 from fdasync_transformers.model.head import decoder_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from collections.abc import Sequence
 
 
 class FinalHidden(AuxProducer):
     """See the module and `AuxProducer`."""
 
-    def __init__(self, model: PreTrainedModel, max_step_tokens: int) -> None:
-        super().__init__(StepRows(max_step_tokens, self.spec_of(model), model.device))
-        decoder = decoder_of(model)
-        assert decoder is not None
-        self._hooks.append(decoder.register_forward_hook(self._after))
-        # the head's own calls go through the decoder's hooks, too
-        self._in_pass = False
+    fixed = True
+    # kept for the head, 4 KB a token of a large model
+    by_name = True
 
-    def begin(self, positions: torch.Tensor | None = None) -> None:
-        self._in_pass = True
-        super().begin(positions)
-
-    def end(self) -> None:
-        self._in_pass = False
-        super().end()
-
-    @staticmethod
-    def spec_of(model: PreTrainedModel) -> AuxSpec:
-        """uint8, the bytes of one state. Raises ConfigError for a model whose decoder is not apart from its head."""
+    def row(self) -> tuple[tuple[int, ...], str]:
+        """uint8, the bytes of one state."""
+        model = self.source.model
         if decoder_of(model) is None:
-            raise ConfigError("runner_config.aux", f"{FINAL_HIDDEN} of a model without a decoder apart from its head")
-        return AuxSpec(FINAL_HIDDEN, (1, int(model.config.hidden_size) * model.dtype.itemsize), "uint8")
+            raise BadInput("model", "the model has no decoder apart from its head")
+        return (1, int(model.config.hidden_size) * model.dtype.itemsize), "uint8"
 
-    def _after(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        if self._in_pass:
-            hidden: torch.Tensor = output.last_hidden_state[0]
-            self._buffer.write(hidden.contiguous().view(torch.uint8), 0)
+    def watched(self) -> Sequence[Watched]:
+        model = self.source.model
+        return [Watched(name) for name, module in model.named_modules() if module is decoder_of(model)]
+
+    def record(self, _part: int, seen: Any, /) -> torch.Tensor:
+        hidden: torch.Tensor = seen.last_hidden_state[0]
+        return hidden.contiguous().view(torch.uint8)

@@ -143,11 +143,10 @@ def without_experts(model: torch.nn.Module) -> Iterator[None]:
                 module.forward = forward
 
 
-def router_of_dense_experts(model: PreTrainedModel, experts: str) -> torch.nn.Module | None:
-    """The router beside experts that compute all experts and so take no ids (llama 4); None beside other experts."""
-    if "Llama4" not in type(model.get_submodule(experts)).__name__:
-        return None
-    return model.get_submodule(experts.removesuffix("experts") + "router")
+def router_of_dense_experts(model: PreTrainedModel, experts: str) -> str:
+    """The name of the router beside experts that compute all experts and so take no ids (llama 4); "" beside others."""
+    dense = "Llama4" in type(model.get_submodule(experts)).__name__
+    return experts.removesuffix("experts") + "router" if dense else ""
 
 
 def experts_taking(experts: Any, argument: str) -> Callable[..., torch.Tensor] | None:
@@ -186,7 +185,7 @@ def _top_k(model: PreTrainedModel, experts: dict[int, Experts], run: Callable[[]
     with ExitStack() as hooks:
         for each in experts.values():
             if each.dense:
-                router: Any = router_of_dense_experts(model, each.name)
+                router: Any = model.get_submodule(router_of_dense_experts(model, each.name))
                 seen[each.name] = int(router.top_k)
             else:
                 hook = each.module.register_forward_pre_hook(lambda _, args, name=each.name: look(name, args))

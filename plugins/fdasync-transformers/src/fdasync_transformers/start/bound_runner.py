@@ -13,7 +13,6 @@ import torch
 from fdasync.cache.host_arena import HostPart
 from fdasync.errors import ConfigError, InvariantBroken, RunnerError
 from fdasync.runner.input_batch import InputBatch
-from fdasync_transformers.capture.aux_data import make_aux
 from fdasync_transformers.execution.bound import Bound
 from fdasync_transformers.execution.executor import Executor
 from fdasync_transformers.execution.gpu_services import make_services
@@ -79,10 +78,9 @@ class BoundRunner:
             # of a graph of steps without drafts each row is a sequence
             most = max(limits.max_running, sizes[-1])
             step_model.plan_size = plan_size(most, rows, limits.max_step_tokens, capacity.block_tokens)
-        moe, routers, debug = opened.model.captured, opened.model.routers, limits.routing_debug
-        step_model.aux = make_aux(
-            step_model.model, moe, config.aux, limits.max_step_tokens, debug=debug, routers=routers
-        )
+        # first, so that closing the runner detaches what was attached before a failure
+        step_model.aux = opened.aux
+        step_model.aux.attach(limits.max_step_tokens)
         run = capacity.max_run_tokens
         table = InputBatch(limits.max_running, capacity.max_context_tokens, capacity.block_tokens, num_blocks, run)
         memory = Bound(

@@ -17,7 +17,6 @@ from fdasync.events.actions import Chunk, RunStep, SeqStart
 from fdasync.request import SamplerSpec
 from fdasync.runner.base import Capacity
 from fdasync.runner.input_batch import InputBatch
-from fdasync_transformers.capture.aux_data import aux_specs
 from fdasync_transformers.execution.graphs import decode_rows
 from fdasync_transformers.model.families import decoder_layers
 from fdasync_transformers.model.head import decoder_of
@@ -31,6 +30,7 @@ from fdasync_transformers.weights import identity, loading
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fdasync.cache.aux import AuxSpec
     from fdasync.runner.base import RunnerLimits
     from fdasync.runner.input_batch import Batch
     from fdasync_transformers.execution.model_memory import ModelMemory
@@ -65,20 +65,21 @@ def capacity_of(
     collectives: Collectives | None,
     memory: ModelMemory,
     *,
+    aux_specs: tuple[AuxSpec, ...],
     grammars: bool,
     notes: Sequence[str],
 ) -> Capacity:
     """Measure and describe. All ranks of a group make the same calls; the other arguments are the runner's.
 
     Args:
+        aux_specs: of what its steps record.
         grammars: whether there are any for this model.
 
-    Raises ConfigError: not even one block fits, or data were asked for that the model has not.
+    Raises ConfigError: not even one block fits.
     """
     step_model, moe = opened.step_model, opened.captured
     model, layout, recurrent = step_model.model, step_model.layout, step_model.recurrent
     max_context, block_tokens = opened.max_context_tokens, opened.block_tokens
-    specs = aux_specs(model, moe, config.aux)
     num_blocks = limits.num_blocks or _choose_num_blocks(opened, config, limits, memory.held_nbytes)
     uneven = moe is not None and len(set(moe.top_k)) > 1
     return Capacity(
@@ -96,7 +97,7 @@ def capacity_of(
         kv_layout=layout.name,
         kv_dtype=str(layout.dtype).removeprefix("torch."),
         dtype=str(model.dtype).removeprefix("torch."),
-        aux_specs=specs,
+        aux_specs=aux_specs,
         state_specs=() if recurrent is None else recurrent.layout.specs,
         num_snapshots=_choose_num_snapshots(opened, limits, num_blocks),
         moe_layer_ids=() if moe is None else moe.ids,
@@ -214,7 +215,7 @@ def _step_peak_nbytes(opened: Opened, limits: RunnerLimits) -> int:
         counts.append(min(left, opened.max_context_tokens))
         left -= counts[-1]
     device = step_model.model.device
-    batch, table, pool = _fresh_prefills(step_model, counts, opened.block_tokens)
+    batch, table, pool = fresh_prefills(step_model, counts, opened.block_tokens)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -232,14 +233,14 @@ def prefill_tokens_per_s(opened: Opened, limits: RunnerLimits) -> float:
     count = min(_SPEED_TOKENS, limits.max_step_tokens, opened.max_context_tokens)
     took = []
     for _ in range(2):
-        batch, table, pool = _fresh_prefills(step_model, [count], opened.block_tokens)
+        batch, table, pool = fresh_prefills(step_model, [count], opened.block_tokens)
         started = time.perf_counter()
         step_model.run(batch, table, pool, np.arange(1)).float().cpu()
         took.append(time.perf_counter() - started)
     return count / min(took)
 
 
-def _fresh_prefills(step_model: StepModel, counts: list[int], block_tokens: int) -> tuple[Batch, InputBatch, KVPool]:
+def fresh_prefills(step_model: StepModel, counts: list[int], block_tokens: int) -> tuple[Batch, InputBatch, KVPool]:
     """A step that prefills sequences of these lengths, and a pool of its own for it."""
     needed = [-(-count // block_tokens) for count in counts]
     pool = KVPool(step_model.layout, sum(needed), block_tokens, step_model.model.device)

@@ -14,7 +14,7 @@ import torch
 
 from fdasync.errors import ConfigError, UnsupportedModel
 from fdasync.runner.report import ModelReport
-from fdasync_transformers.capture.aux_data import aux_specs
+from fdasync_transformers.capture.aux_producer import AuxSource
 from fdasync_transformers.model import families, probe
 from fdasync_transformers.model.indexers import find_indexers
 from fdasync_transformers.model.kept.kept import kept_forms
@@ -27,6 +27,7 @@ from fdasync_transformers.mtp.head import head_of
 from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.parallel.slices import Slices
 from fdasync_transformers.start import indexed
+from fdasync_transformers.start.aux_producers import make_aux
 from fdasync_transformers.start.fuse import foresee_all
 from fdasync_transformers.start.mtp import attention_of_mtp, count_mtp, mtp_layout, mtp_note
 from fdasync_transformers.start.open_model import check_routing, library_code, max_context_of, state_note
@@ -151,7 +152,9 @@ def _shapes(
             "num_experts": experts.num_experts,
             "top_k": max(experts.top_k),
         }
-    found["aux_token_nbytes"] = sum(spec.token_nbytes for spec in aux_specs(model, experts, config.aux))
+    found["aux_token_nbytes"] = make_aux(
+        config.aux, AuxSource(model, experts), fixed=limits.numerics == "fixed"
+    ).token_nbytes
     return found, experts, state
 
 

@@ -13,11 +13,13 @@ import torch
 
 from fdasync.errors import CheckpointError
 from fdasync.runner.chosen import LentRows
+from fdasync_transformers.capture.aux_producer import AuxSource
 from fdasync_transformers.execution.shown_pool import ShownPool
 from fdasync_transformers.parallel.collectives import HostCollectives
 from fdasync_transformers.parallel.device_group import join
 from fdasync_transformers.sampling.grammar_process import GrammarProcess
 from fdasync_transformers.sampling.grammars import Grammars
+from fdasync_transformers.start.aux_producers import make_aux, try_aux
 from fdasync_transformers.start.capacity import capacity_of
 from fdasync_transformers.start.open_model import open_model
 from fdasync_transformers.start.processors import make_processors
@@ -50,6 +52,7 @@ class OpenedRunner:
         capacity: what `Runner.open` returns.
         weights: in use.
         groups: of trainers, by which new weights come.
+        aux: the producers of the steps' rows, attached when blocks are bound.
         grammars: of the model; None: it has none.
         checks: of callers' grammars; None: there are none, or another rank has them.
         lent: memory for what indexers choose, by sequence.
@@ -84,6 +87,10 @@ class OpenedRunner:
         self.device = model.device
         notes += self.model.notes
         self.processors = make_processors(config.processors, int(model.config.vocab_size))
+        source = AuxSource(model, self.model.captured, self.model.routers, limits.routing_debug)
+        self.aux = make_aux(config.aux, source, fixed=limits.numerics == "fixed")
+        if config.aux:
+            try_aux(self.aux, self.model, limits.max_step_tokens)
         self.grammars, self.checks = _grammars_of(checkpoint, model, limits, notes)
         self.weights = LiveWeights(self.model.names, facts, self.collectives, limits.model if drawn else "")
         self.groups = JoinedGroups(self.device, self.weights)
@@ -91,8 +98,9 @@ class OpenedRunner:
         self.shown = ShownPool(self.device) if limits.shows_blocks else None
         has_grammars = self.grammars is not None
         self.capacity = capacity_of(
-            self.model, checkpoint, config, limits, self.collectives, memory, grammars=has_grammars, notes=notes
-        )
+            self.model, checkpoint, config, limits, self.collectives, memory, aux_specs=self.aux.specs,
+            grammars=has_grammars, notes=notes,
+        )  # fmt: skip
 
 
 def _grammars_of(

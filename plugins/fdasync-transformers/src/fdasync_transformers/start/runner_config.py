@@ -78,10 +78,10 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             without drafts of the host, as many as `RunnerLimits.speculation`. Sums must be whole (`sum_slices=1`).
         sleep: weights and blocks lie where a GPU's memory can be released (`Engine.sleep`). CPUs need no such choice.
         aux: data that each step records for every token beside the routing, and that lives with its KV block as the
-            routing does (`Sample.aux`). "routing_weights": the router's weights of the chosen experts, float16, slot
-            for slot beside the ids. "layer_norms": the norm of each decoder layer's output, float32.
-            "final_hidden": what the head gets of each token, its bytes: log-probs of prompts then cost the head alone
-            over a prefix hit. A result has it only where the request names it.
+            routing does (`Sample.aux`): names of plugins under `fdasync.aux`. Three come along. "routing_weights": the
+            router's weights of the chosen experts, float16, slot for slot beside the ids. "layer_norms": the norm of
+            each decoder layer's output, float32. "final_hidden": what the head gets of each token, its bytes: log-probs
+            of prompts then cost the head alone over a prefix hit. A result has it only where the request names it.
         processors: names of logits processors that requests may ask for (`SamplingParams.processors`), of plugins under
             `fdasync.processors`. With fixed numerics they are refused: nothing holds a plugin's bits to its row.
     """
@@ -108,7 +108,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     cuda_graphs: bool = True
     graph_sizes: tuple[int, ...] | None = None
     graph_tokens: tuple[int, ...] | None = None
-    aux: tuple[Literal["routing_weights", "layer_norms", "final_hidden"], ...] = ()
+    aux: tuple[str, ...] = ()
     processors: tuple[str, ...] = ()
 
 

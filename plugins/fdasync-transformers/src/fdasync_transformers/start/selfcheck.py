@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from fdasync.cache.aux import ROUTING
 from fdasync.errors import UnsupportedModel
 from fdasync.events.actions import Chunk, RunStep, SeqStart
 from fdasync.request import SamplerSpec
 from fdasync.runner.input_batch import InputBatch
 from fdasync_transformers.capture.aux_data import AuxData
+from fdasync_transformers.capture.aux_producer import AuxSource
 from fdasync_transformers.capture.routing import RoutingCapture
 from fdasync_transformers.model.kv import KVPool
 
@@ -79,7 +81,9 @@ def plain_passes(
     chunks = _chunks(longest_tokens)
     lengths = [min(sum(counts), max_context_tokens) for counts in chunks]
     tokens = tuple(random.integers(0, vocab, length).astype(np.int32) for length in lengths)
-    capture = None if layers is None else RoutingCapture(model, layers, max(lengths))
+    capture = None if layers is None else RoutingCapture(ROUTING, AuxSource(model, layers))
+    if capture is not None:
+        capture.attach(max(lengths))
     logits, routing = [], []
     try:
         for ids in tokens:
@@ -117,14 +121,14 @@ def check(
     """
     model = step_model.model
     most_tokens = max(map(sum, zip(*reference.chunks, strict=True)))
-    capture = None if layers is None else RoutingCapture(model, layers, most_tokens, routers=routers)
+    capture = None if layers is None else RoutingCapture(ROUTING, AuxSource(model, layers, routers))
     step_model.aux = AuxData(() if capture is None else (capture,))
+    step_model.aux.attach(most_tokens)
     try:
         logits, routing = paged_passes(step_model, capture, reference, block_tokens)
     finally:
+        step_model.aux.close()
         step_model.aux = AuxData()
-        if capture is not None:
-            capture.close()
     tolerance, share = _TOLERANCE[model.dtype]
     errors = torch.cat([_relative_error(a, b) for a, b in zip(logits, reference.logits, strict=True)])
     wrong = float((~(errors <= tolerance)).float().mean())
