@@ -52,7 +52,7 @@ class OutsideLoop(asyncio.SelectorEventLoop):
         self._threads: Executor | None = None
         super().__init__(*args)
 
-    def set_default_executor(self, executor: ThreadPoolExecutor) -> None:  # type: ignore[override]
+    def set_default_executor(self, executor: ThreadPoolExecutor) -> None:  # type: ignore[override]  # as the loop checks
         super().set_default_executor(executor)
         self._threads = executor
 
