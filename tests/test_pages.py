@@ -41,13 +41,19 @@ def run(folder: Path, script: str) -> str:
 
 @pytest.mark.ci
 def test_a_subscription_runs_as_written(tmp_path: Path) -> None:
-    watch, _, _ = blocks("events.md", "python")
+    watch, *_ = blocks("events.md", "python")
     assert re.fullmatch(r"hello 8 0\.\d{3} s\n", run(tmp_path, watch))
 
 
 @pytest.mark.ci
+def test_a_bus_without_an_engine_runs_as_written(tmp_path: Path) -> None:
+    _, alone, *_ = blocks("events.md", "python")
+    assert re.fullmatch(r"Ordered\(at=\d+\.\d+, seq=0, dish='soup'\)\n", run(tmp_path, alone))
+
+
+@pytest.mark.ci
 def test_the_tap_plugin_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, module, embed = blocks("events.md", "python")
+    *_, module, embed = blocks("events.md", "python")
     (project,) = blocks("events.md", "toml")
     points = tomllib.loads(project)["project"]["entry-points"]["fdasync.taps"]
     install_plugin(tmp_path, monkeypatch, "", "fdasync.taps", points)

@@ -3,11 +3,13 @@
 `publish` returns nothing, is not awaited, and cannot block or raise (docs/design.md, section 2). Taps (metrics, traces,
 plugins) read from bounded queues and can never hold up the engine. Each engine has one bus; it knows no scheduler and
 no actions. The engine's services publish to it; the driver attaches itself and drains it. Earlier events wait for it.
+A bus without an engine hands its events to its taps itself (`feed_itself`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
@@ -105,11 +107,13 @@ class EventBus:
     """Queue of published events.
 
     Args:
-        clock: engine time in seconds.
+        clock: engine time in seconds; without an engine, seconds since any fixed moment.
         standing: returns the published events that still hold; a new tap gets them first.
     """
 
-    def __init__(self, clock: Callable[[], float], standing: Callable[[], Iterable[Event]] = tuple) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, standing: Callable[[], Iterable[Event]] = tuple
+    ) -> None:
         self._clock = clock
         self._standing = standing
         self._wake: Callable[[], None] | None = None
@@ -138,6 +142,18 @@ class EventBus:
         self._wake = wake
         if self._queue:
             wake()
+
+    def feed_itself(self) -> None:
+        """Where no engine drains the queue: hand events to the taps in the next turn of the running loop, from now on.
+
+        Events are then published on this loop. Raises RuntimeError where no loop runs.
+        """
+        loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            loop.call_soon(lambda: self.feed_taps(self.drain()))
+
+        self.attach(wake)
 
     def drain(self) -> list[Event]:
         """All queued events, oldest first; events published from now on belong to the next turn."""

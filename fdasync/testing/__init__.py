@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fdasync.testing.runners.suite import RunnerTests
     from fdasync.testing.sim.late import LateLoop
     from fdasync.testing.sim.loop import Deadlock, Livelock, SimLoop, run_sim
+    from fdasync.testing.sim.outside import NotSimulated
     from fdasync.testing.stores.faults import FaultyStore, StoreFaults
     from fdasync.testing.stores.harness import StoreBench
     from fdasync.testing.stores.suite import StoreTests
@@ -61,6 +62,7 @@ _HOMES = {
     "fdasync.testing.harness.leaks": ("LeakFound", "Resources", "check_idle", "no_leaks"),
     "fdasync.testing.sim.late": ("LateLoop",),
     "fdasync.testing.sim.loop": ("Deadlock", "Livelock", "SimLoop", "run_sim"),
+    "fdasync.testing.sim.outside": ("NotSimulated",),
     "fdasync.testing.harness.pass_model": ("PassModel",),
     "fdasync.testing.policies": ("PolicyTests",),
     "fdasync.testing.ports": ("PortTests",),
@@ -83,6 +85,7 @@ __all__ = [
     "LeakFound",
     "LetterTokenizer",
     "Livelock",
+    "NotSimulated",
     "PassModel",
     "PolicyTests",
     "PortTests",

@@ -4,7 +4,7 @@ No hook of it changes how a project's tests run, and it imports the rest of the 
 loads it by its entry point.
 
 Fixtures:
-    run_sim: `run_sim(coroutine)` runs it in virtual time and returns its result.
+    run_sim: `run_sim(coroutine)` runs it in virtual time and returns its result; `limit_s` ends it after so much of it.
     no_leaks: fails the test if it leaves fds, threads, children, shared segments or tasks behind.
     must_strike: `must_strike(store_or_runner)` returns its argument, and fails the test at its end if a fault that was
         injected there never struck.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Iterator
 
     from blockbuster import BlockBuster
 
@@ -48,6 +48,7 @@ _HARNESS = (
     ("fdasync/testing/harness/leaks.py", "now"),
     ("fdasync/testing/harness/leaks.py", "children"),
     ("fdasync/testing/harness/leaks.py", "native_threads"),
+    ("fdasync/testing/sim/outside.py", "add_reader"),
     ("_pytest/assertion/rewrite.py", "exec_module"),
     ("_pytest/assertion/rewrite.py", "find_spec"),
     ("_pytest/warnings.py", "catch_warnings_for_item"),
@@ -72,7 +73,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
-def run_sim() -> Callable[[Coroutine[Any, Any, Any]], Any]:
+def run_sim() -> Callable[..., Any]:
     """Run a coroutine in virtual time; see `fdasync.testing.run_sim`."""
     from fdasync.testing.sim.loop import run_sim
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import msgspec
 import pytest
@@ -60,6 +61,22 @@ def test_events_before_the_reader_wait_for_it_and_wake_it_at_once(wakes):
     bus.attach(lambda: wakes.append(len(wakes)))
     assert len(wakes) == 1
     assert bus.drain() == [event]
+
+
+def test_a_bus_without_an_engine_hands_its_events_to_its_taps(run_sim):
+    async def main():
+        bus = EventBus()
+        # before and after: what waits is handed out, too
+        first, tap = TimerFired(), bus.subscribe()
+        bus.publish(first)
+        bus.feed_itself()
+        assert await anext(tap) is first
+        for _ in range(2):
+            bus.publish(TimerFired())
+        assert [(await anext(tap)).seq for _ in range(2)] == [1, 2]
+        assert abs(first.at - time.monotonic()) < 600.0
+
+    run_sim(main())
 
 
 def test_a_reader_of_an_empty_queue_is_not_woken(bus, wakes):

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 import pytest
 
-from fdasync.testing import Deadlock, LateLoop, Livelock, run_sim
+from fdasync.errors import BadInput, RunnerError
+from fdasync.testing import (
+    Deadlock,
+    LateLoop,
+    Livelock,
+    NotSimulated,
+    SimLoop,
+    run_sim,
+    synthetic_config,
+    synthetic_engine,
+)
 
 # -- virtual time -------------------------------------------------------------------------------------
 
@@ -169,3 +182,147 @@ def test_a_late_loop_meets_timers_together_and_never_more_than_30_ms_late():
     # several fire in one turn
     assert len(set(seen)) < len(seen)
     assert met(7) == seen != met(8)
+
+
+# -- what never ends ----------------------------------------------------------------------------------
+
+
+def test_a_test_that_waits_for_ever_beside_an_open_engine_ends_at_its_limit():
+    async def main():
+        async with synthetic_engine():
+            await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(Deadlock, match=r"^60 s of virtual time have passed") as caught:
+        run_sim(main(), limit_s=60.0)
+    assert any(line.startswith("Task-") and "main (" in line for line in caught.value.waiting), caught.value.waiting
+
+
+def test_the_limit_of_a_run_is_a_day_unless_it_names_another(run_sim):
+    async def repeat(seen):
+        while True:
+            await asyncio.sleep(3600.0)
+            seen.append(asyncio.get_running_loop().time())
+
+    for limit_s, hours in ((None, 24), (7200.0, 2)):
+        seen = []
+        with pytest.raises(Deadlock, match=r"repeat \(.* > sleep \("):
+            run_sim(repeat(seen)) if limit_s is None else run_sim(repeat(seen), limit_s=limit_s)
+        assert len(seen) == hours
+    with pytest.raises(BadInput, match=r"limit_s.*nan"):
+        run_sim(asyncio.sleep(0), limit_s=math.nan)
+
+
+# -- threads and processes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loop", [SimLoop, functools.partial(LateLoop, 1)])
+def test_work_in_a_thread_takes_no_virtual_time(loop, no_leaks):
+    go = threading.Event()
+
+    def work():
+        assert go.wait(600.0)
+        raise LookupError("the thread's own")
+
+    async def main():
+        loop, beats = asyncio.get_running_loop(), []
+
+        async def beat():
+            while True:
+                await asyncio.sleep(0.1)
+                beats.append(loop.time())
+
+        beating = asyncio.create_task(beat())
+        working = asyncio.create_task(asyncio.to_thread(work))
+        await asyncio.sleep(0)
+        loop.call_soon(go.set)
+        # the clock would have to move for this, and for the beats
+        async with asyncio.timeout(1e-6):
+            with pytest.raises(LookupError, match="the thread's own"):
+                await working
+        assert not beats
+        assert loop.time() == 0.0
+        beating.cancel()
+        return await loop.run_in_executor(pool, threading.get_ident)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert run_sim(main(), loop()) != threading.get_ident()
+
+
+def test_the_clock_stands_still_for_a_thread_whose_result_nobody_wants(no_leaks):
+    go, ended = threading.Event(), threading.Event()
+
+    def work():
+        assert go.wait(600.0)
+        ended.set()
+
+    async def main():
+        working = asyncio.create_task(asyncio.to_thread(work))
+        await asyncio.sleep(0)
+        working.cancel()
+        asyncio.get_running_loop().call_soon(go.set)
+        await asyncio.sleep(0.001)
+        return ended.is_set()
+
+    assert run_sim(main())
+
+
+def test_names_of_hosts_are_found(no_leaks):
+    async def main():
+        return await asyncio.get_running_loop().getaddrinfo("localhost", 80)
+
+    assert run_sim(main())
+
+
+def test_a_thread_that_waits_for_the_loop_is_a_deadlock(no_leaks):
+    class Impatient(SimLoop):
+        threads_s = 0.01
+
+    timer = threading.Event()
+
+    async def main():
+        asyncio.get_running_loop().call_later(1.0, timer.set)
+        await asyncio.to_thread(timer.wait, 600.0)
+
+    try:
+        with pytest.raises(Deadlock, match=r"0\.01 s of real time.*\n.*main \("):
+            run_sim(main(), Impatient())
+    finally:
+        timer.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith("asyncio"):
+                thread.join(600.0)
+
+
+def test_a_thread_that_the_loop_knows_nothing_of_is_refused():
+    threads = []
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        called = loop.create_future()
+        threads.append(threading.Thread(target=loop.call_soon_threadsafe, args=(called.set_result, None)))
+        threads[0].start()
+        # the clock moves as far as the machine likes until the thread's call is there
+        while not called.done():  # noqa: ASYNC110
+            await asyncio.sleep(1.0)
+
+    with pytest.raises(NotSimulated, match=r"^thread Thread-\d.*asyncio\.to_thread"):
+        run_sim(main(), limit_s=math.inf)
+    threads[0].join(600.0)
+
+
+def test_child_processes_are_refused():
+    async def asked_of_asyncio():
+        await asyncio.create_subprocess_exec("true")
+
+    async def asked_of_a_shell():
+        await asyncio.create_subprocess_shell("true")
+
+    async def of_an_engine():
+        async with synthetic_engine(synthetic_config(process="worker")):
+            pass
+
+    for refused in (asked_of_asyncio, asked_of_a_shell):
+        with pytest.raises(NotSimulated, match=r"'true'.*asyncio\.run"):
+            run_sim(refused())
+    with pytest.raises(RunnerError, match=r"NotSimulated.*process=\"inline\""):
+        run_sim(of_an_engine())

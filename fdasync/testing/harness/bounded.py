@@ -99,6 +99,11 @@ async def moment(when: float) -> None:
         await asyncio.sleep(when)
 
 
+def span(when: float) -> str:
+    """What `moment` lets pass, in words."""
+    return f"{when} turns of the loop" if isinstance(when, int) else f"{when:g} s"
+
+
 def skip(reason: str) -> NoReturn:
     """End this test as skipped."""
     import pytest

@@ -53,7 +53,10 @@ class LetterTokenizer:
 
 
 def synthetic_config(runner: Mapping[str, Any] | None = None, **values: Any) -> EngineConfig:
-    """A small engine's configuration: in this process, blocks of 4 tokens, both further aux specs on."""
+    """A small engine's configuration: in this process, blocks of 4 tokens, both further aux specs on.
+
+    Requests that name no deadline have one of 300 s; starting, closing and the store's calls have limits of minutes.
+    """
     own = {
         "vocab_size": 100,
         "block_tokens": 4,

@@ -9,7 +9,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from fdasync.errors import StoreRejected, StoreUnavailable
-from fdasync.testing.harness.bounded import moment, on_loop, skip, turns
+from fdasync.testing.harness.bounded import moment, on_loop, skip, span, turns
 from fdasync.testing.harness.guarded_memory import value
 from fdasync.testing.harness.verdicts import check, equal, in_words
 from fdasync.testing.stores.harness import StoreHooks, verb_result
@@ -119,7 +119,7 @@ class EndTests(StoreHooks):
                 on.scribble(items)
                 for key, each in data.items():
                     found = await on.fetch(key, _NBYTES, 2)
-                    check(found in (each, "miss"), f"get of {key}, whose put was cancelled after {when}", found)
+                    check(found in (each, "miss"), f"get of {key}, whose put was cancelled after {span(when)}", found)
                     outcome = await on.keep(key, each)
                     check(outcome.ok, f"put of {key} once more, after one that was cancelled", outcome)
                     await on.assert_holds(key, each)
@@ -156,7 +156,9 @@ class EndTests(StoreHooks):
         await on.ended([task], "a cancelled verb")
         if in_flight:
             came = "CancelledError" if task.cancelled() else task.exception() or task.result()
-            check(task.cancelled(), f"a verb that is cancelled in flight after {when} raises CancelledError", came)
+            check(
+                task.cancelled(), f"a verb that is cancelled in flight after {span(when)} raises CancelledError", came
+            )
         else:
             check(all(one.ok for one in task.result()), "a verb that ended before it was cancelled", task.result())
 

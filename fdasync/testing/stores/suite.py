@@ -28,6 +28,7 @@ from __future__ import annotations
 from fdasync.testing.harness.bounded import on_loop
 from fdasync.testing.stores.lifetimes import EndTests
 from fdasync.testing.stores.limits import LimitTests
+from fdasync.testing.stores.machine import run_machine
 from fdasync.testing.stores.values import ValueTests
 
 __all__ = ["StoreTests", "on_loop"]
@@ -37,6 +38,4 @@ class StoreTests(ValueTests, LimitTests, EndTests):
     """Subclass it, name the subclass Test..., define `make`; the other hooks are in `StoreHooks`."""
 
     def test_against_the_model(self) -> None:
-        from fdasync.testing.stores.machine import run_machine
-
         run_machine(self)

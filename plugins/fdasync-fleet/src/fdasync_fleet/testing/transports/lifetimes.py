@@ -10,7 +10,7 @@ import contextlib
 from time import thread_time
 from typing import TYPE_CHECKING
 
-from fdasync.testing.harness.bounded import moment, on_loop, skip, turns
+from fdasync.testing.harness.bounded import moment, on_loop, skip, span, turns
 from fdasync.testing.harness.leaks import Resources
 from fdasync.testing.harness.verdicts import check, equal
 from fdasync.testing.stores.lifetimes import MOMENTS
@@ -127,7 +127,9 @@ class EndTests(TransportHooks):
                 task = receiver.start(sender.source, copy_specs)
                 await moment(when)
                 await self._cancel(receiver, task, copy_specs)
-                await receiver.expect(["done"], f"a receive after a cancel at {when}", sender.source, copy_specs[:1])
+                await receiver.expect(
+                    ["done"], f"a receive after a cancel after {span(when)}", sender.source, copy_specs[:1]
+                )
                 receiver.assert_has(copy_specs[0], 0)
                 receiver.free()
 
@@ -141,7 +143,9 @@ class EndTests(TransportHooks):
                 await moment(when)
                 await self._cancel(receiver, tasks[0], gone)
                 await receiver.ended(tasks[1:], "the other receive")
-                statuses_are(tasks[1].result(), ["done"] * 5, f"a receive beside one that was cancelled at {when}")
+                statuses_are(
+                    tasks[1].result(), ["done"] * 5, f"a receive beside one that was cancelled after {span(when)}"
+                )
                 for place, copy_spec in enumerate(kept):
                     receiver.assert_has(copy_spec, 5 + place)
                 receiver.free()
@@ -208,7 +212,7 @@ class EndTests(TransportHooks):
                 receiver.scribble(copy_specs)
                 await receiver.ended(tasks[1:], "a receive from another sender")
                 statuses_are(tasks[1].result(), ["done"], "a receive beside one from a sender that was forgotten")
-                receiver.assert_scribbled(copy_specs, f"after it was forgotten at {when}")
+                receiver.assert_scribbled(copy_specs, f"after it was forgotten after {span(when)}")
                 await receiver.expect(
                     ["done"], "a receive after its sender was forgotten", sender.source, copy_specs[:1]
                 )
