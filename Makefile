@@ -36,7 +36,7 @@ PYPROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
 
 .DELETE_ON_ERROR:
 
-.PHONY: demo test test-ci both ring-one test-oldest test-newest test-ray test-all lint types bench bench-pd bench-gpu clean venv help
+.PHONY: demo test test-ci both ring-one test-oldest test-newest test-ray test-all lint types bench bench-pd bench-gpu clean dist venv help
 
 help:
 	@echo "make demo      set up, serve a small real checkpoint by a prefill and a decode instance, check every row"
@@ -46,6 +46,7 @@ help:
 	@echo "make test-oldest  the first two rings on the oldest versions that the pyproject files allow, in .venv-oldest"
 	@echo "make test-newest  the first two rings on the newest versions, in .venv-newest, which is made anew"
 	@echo "make test-ray  the tests of fleets on Ray alone, which it installs; as root, in networks of their own"
+	@echo "make dist      build wheels of all distributions in dist, install them in a bare environment and try them"
 	@echo "make bench     measure the engine's CPU per decode step, the stores and the tiers"
 	@echo "make bench-pd  measure links, transports, prefill/decode instances, and what goes wrong among them"
 	@echo "make bench-gpu measure serving and exactness on a CUDA GPU, and play published shapes"
@@ -126,6 +127,10 @@ $(MORE): $(STAMP)
 test-ray: $(RAY)
 	$(BIN)/python -m pytest -rP -o faulthandler_timeout=3600 plugins/fdasync-ray
 
+# wheels of all distributions, tried in an environment of their own; packages of others come from pip's index
+dist: $(STAMP)
+	$(BIN)/python -m tests.support.wheels dist --constraints $(CONSTRAINTS)
+
 # SEEDS of one engine, 1,000 of one on each real loop (tests/system/test_simulation.py), and 5,000 of fleets in parts
 # (tests/system/test_pd_simulation.py); four times the examples of each property
 test-all: export FDASYNC_EXAMPLES := 2
@@ -171,4 +176,4 @@ bench-gpu:
 	-$(PYTHON) -m benchmarks gpu_tp  # likewise
 
 clean:
-	rm -rf $(COSTS) $(CHECKS) $(VENV) .venv-oldest .venv-oldest.txt .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* htmlcov
+	rm -rf dist $(COSTS) $(CHECKS) $(VENV) .venv-oldest .venv-oldest.txt .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* htmlcov
