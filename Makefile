@@ -12,6 +12,7 @@ WARM := $(VENV)/.warm
 # what tests of the second ring use besides
 MORE := $(VENV)/.more
 RAY := $(VENV)/.ray
+DOCS := $(VENV)/.docs
 TRL := $(VENV)/.trl
 # bytecode of what is imported is made then: a third of what is installed; the packages here are built by the
 # environment's own setuptools and not by one fetched for each
@@ -36,7 +37,7 @@ PYPROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
 
 .DELETE_ON_ERROR:
 
-.PHONY: demo test test-ci both ring-one test-oldest test-newest test-ray test-all lint types bench bench-pd bench-gpu clean venv help
+.PHONY: demo test test-ci both ring-one test-oldest test-newest test-ray test-all lint types bench bench-pd bench-gpu clean dist docs venv help
 
 help:
 	@echo "make demo      set up, serve a small real checkpoint by a prefill and a decode instance, check every row"
@@ -46,6 +47,8 @@ help:
 	@echo "make test-oldest  the first two rings on the oldest versions that the pyproject files allow, in .venv-oldest"
 	@echo "make test-newest  the first two rings on the newest versions, in .venv-newest, which is made anew"
 	@echo "make test-ray  the tests of fleets on Ray alone, which it installs; as root, in networks of their own"
+	@echo "make dist      build wheels of all distributions in dist, install them in a bare environment and try them"
+	@echo "make docs      build the pages and a reference of the public names in build/docs, without a network"
 	@echo "make bench     measure the engine's CPU per decode step, the stores and the tiers"
 	@echo "make bench-pd  measure links, transports, prefill/decode instances, and what goes wrong among them"
 	@echo "make bench-gpu measure serving and exactness on a CUDA GPU, and play published shapes"
@@ -79,7 +82,7 @@ test-oldest: .venv-oldest.txt
 # one that is there already would keep what it has
 test-newest:
 	rm -rf .venv-newest
-	$(MAKE) --no-print-directory .venv-newest/.more both VENV=.venv-newest CONSTRAINTS=/dev/null
+	$(MAKE) --no-print-directory .venv-newest/.more .venv-newest/.docs both VENV=.venv-newest CONSTRAINTS=/dev/null
 
 # not for `make test`: 290 MB, and tests that start clusters for minutes
 $(RAY): $(STAMP)
@@ -107,7 +110,7 @@ ring-one: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(RING_ONE)" --costs $(COSTS)
 
 # `make test` has run the others
-test-ci: $(MORE)
+test-ci: $(MORE) $(DOCS)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "ci and not nightly"
 
 both: $(STAMP)
@@ -126,10 +129,22 @@ $(MORE): $(STAMP)
 test-ray: $(RAY)
 	$(BIN)/python -m pytest -rP -o faulthandler_timeout=3600 plugins/fdasync-ray
 
+# wheels of all distributions, tried in an environment of their own; packages of others come from pip's index
+dist: $(STAMP)
+	$(BIN)/python -m tests.support.wheels dist --constraints $(CONSTRAINTS)
+
+# the pages and a reference of the public names, as HTML in build/docs
+docs: $(DOCS)
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/.doctrees . build/docs
+
+$(DOCS): $(STAMP)
+	$(INSTALL) -c $(CONSTRAINTS) -e '.[docs]'
+	@touch $@
+
 # SEEDS of one engine, 1,000 of one on each real loop (tests/system/test_simulation.py), and 5,000 of fleets in parts
 # (tests/system/test_pd_simulation.py); four times the examples of each property
 test-all: export FDASYNC_EXAMPLES := 2
-test-all: $(MORE) $(RAY) $(TRL)
+test-all: $(MORE) $(DOCS) $(RAY) $(TRL)
 	rm -f .coverage .coverage.*
 	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist worksteal -o faulthandler_timeout=3600 --seeds $(SEEDS)
 	$(BIN)/python -m coverage combine -q
@@ -171,4 +186,4 @@ bench-gpu:
 	-$(PYTHON) -m benchmarks gpu_tp  # likewise
 
 clean:
-	rm -rf $(COSTS) $(CHECKS) $(VENV) .venv-oldest .venv-oldest.txt .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* htmlcov
+	rm -rf dist build $(COSTS) $(CHECKS) $(VENV) .venv-oldest .venv-oldest.txt .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* htmlcov

@@ -344,7 +344,7 @@ def main() -> int:
     if chosen.steps < 1 or chosen.problems < 2:
         parser.error("--steps must be 1 or more, --problems 2 or more")
     if find_spec("matplotlib") is None:
-        sys.exit("the picture needs matplotlib: pip install 'fdasync[examples]'")
+        sys.exit("the picture needs matplotlib: pip install 'matplotlib>=3.10'")
     # a model this small gains nothing from a second thread, and the engine's worker wants the other core
     torch.set_num_threads(1)
     console = Console()

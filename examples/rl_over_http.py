@@ -324,7 +324,7 @@ def main() -> int:
     if chosen.steps < 1 or chosen.problems < 1:
         parser.error("--steps and --problems must be 1 or more")
     if find_spec("httpx2") is None or find_spec("fdasync_http") is None:
-        sys.exit("this needs the HTTP plugin and a client: pip install -e plugins/fdasync-http httpx2")
+        sys.exit("this needs the HTTP plugin and a client: pip install ./plugins/fdasync-{fleet,http} httpx2")
     # two threads would add in an order that is not the same each time
     torch.set_num_threads(1)
     console = Console(width=120, soft_wrap=True)

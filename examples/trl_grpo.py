@@ -52,7 +52,7 @@ try:
     from transformers import PrinterCallback
     from trl import GRPOConfig, GRPOTrainer
 except ImportError as missing:
-    sys.exit(f"trl_grpo.py needs TRL ({missing}): pip install 'fdasync-trainer[trl]', or 'trl>=1.16,<2'")
+    sys.exit(f"trl_grpo.py needs TRL ({missing}): pip install 'trl>=1.16,<2'")
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -148,7 +148,8 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "fdasync_fleet":
             raise
-        raise ImportError(f"fdasync.{name} is of fdasync-fleet: pip install fdasync-fleet", name=home) from error
+        hint = "in a checkout, pip install ./plugins/fdasync-fleet"
+        raise ImportError(f"fdasync.{name} is of fdasync-fleet: {hint}", name=home) from error
 
 
 def __dir__() -> list[str]:

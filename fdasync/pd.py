@@ -1,3 +1,3 @@
 """Where instances and routers were."""
 
-raise ImportError("instances and routers are fdasync_fleet: pip install fdasync-fleet", name=__name__)
+raise ImportError("moved to fdasync_fleet: in a checkout, pip install ./plugins/fdasync-fleet", name=__name__)

@@ -1,3 +1,3 @@
 """Where formats of rows were."""
 
-raise ImportError("formats of rows are fdasync_trainer.rows: pip install fdasync-trainer", name=__name__)
+raise ImportError("moved to fdasync_trainer.rows: in a checkout, pip install ./plugins/fdasync-trainer", name=__name__)

@@ -83,7 +83,6 @@ def installed(folder: Path, names: set[str]) -> None:
             there = Path(str(distribution(name).locate_file(top)))
             if there.exists() and not (folder / top).exists():
                 (folder / top).symlink_to(there)
-    (folder / "fdasync").symlink_to(HOME)
 
 
 def bare(folder: Path, script: str, *arguments: str) -> str:
@@ -101,9 +100,10 @@ def test_an_engine_and_a_store_need_nothing_else(tmp_path: Path) -> None:
     names = closure("fdasync")
     assert not names & {"torch", "triton", "pyzmq", "transformers", "pytest"}
     installed(tmp_path, names)
+    (tmp_path / "fdasync").symlink_to(HOME)
     served, connect, loaded = bare(tmp_path, SERVES).splitlines()
     assert served == "5 (16, 4, 2)"
-    assert connect == "fdasync.connect is of fdasync-fleet: pip install fdasync-fleet"
+    assert connect == "fdasync.connect is of fdasync-fleet: in a checkout, pip install ./plugins/fdasync-fleet"
     assert loaded == "[]"
 
 
@@ -111,6 +111,7 @@ def test_the_test_kit_needs_its_extra_alone(tmp_path: Path) -> None:
     names = closure("fdasync", "test")
     assert not names & {"torch", "triton", "pyzmq", "transformers"}
     installed(tmp_path, names)
+    (tmp_path / "fdasync").symlink_to(HOME)
     (tmp_path / "test_theirs.py").write_text(textwrap.dedent(THEIRS))
     said = bare(tmp_path, RUNS, str(tmp_path / "test_theirs.py"))
     assert int(re.findall(r"(\d+) passed", said)[0]) > 30

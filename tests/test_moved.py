@@ -18,5 +18,6 @@ import pytest
     ],
 )
 def test_an_old_path_names_the_new_one(before: str, now: str) -> None:
-    with pytest.raises(ImportError, match=f"{now}: pip install {now.partition('.')[0].replace('_', '-')}"):
+    distribution = now.partition(".")[0].replace("_", "-")
+    with pytest.raises(ImportError, match=f"{now}: in a checkout, pip install ./plugins/{distribution}"):
         importlib.import_module(before)

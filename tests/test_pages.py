@@ -12,12 +12,16 @@ import tokenize
 import tomllib
 from decimal import Decimal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from fdasync.events.catalog import AnyEvent, Notice
 from tests.support.picture import picture
 from tests.support.plugins import install_plugin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).parent.parent
 
@@ -166,6 +170,22 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     named += re.findall(r"`((?:fdasync|tests|docs|benchmarks|examples|plugins)/[\w./-]+)`", text)
     for path in named:
         assert exists(path), f"{page.name} names {path}"
+
+
+def commands_of_pip(text: str) -> Iterator[list[str]]:
+    """The words behind each `pip install`, to the end of the line or of what is quoted."""
+    for words in re.findall(r"pip\s+install\s+([^\n`#]*)", text):
+        yield [word.strip("'\"),.;:") for word in words.split()]
+
+
+@pytest.mark.ci(after=4)
+@pytest.mark.parametrize("folder", ["fdasync", "plugins", "docs", "README.md", "examples", "tests"])
+def test_no_page_or_hint_installs_a_name_of_ours_from_an_index(folder: str) -> None:
+    """The names are not ours there: whoever has them has what a reader installs. A folder of the checkout is named."""
+    found = [path for path in FILES if path.suffix in (".py", ".md") and path.relative_to(ROOT).parts[0] == folder]
+    told = [(path, words) for path in found for words in commands_of_pip(path.read_text())]
+    assert told
+    assert [one for one in told if any(word.startswith("fdasync") for word in one[1])] == []
 
 
 def docstrings_and_comments(path: Path) -> str:

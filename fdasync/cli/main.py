@@ -28,12 +28,12 @@ EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 
-# commands of distributions that may not be installed
+# commands of distributions that may not be installed: the distribution, and what it requires of ours
 _ELSEWHERE = {
-    **dict.fromkeys(("demo", "keys", "serve", "top", "up"), "fdasync-fleet"),
-    "http": "fdasync-http",
-    "ray": "fdasync-ray",
-    "verify-trainer": "fdasync-trainer",
+    **dict.fromkeys(("demo", "keys", "serve", "top", "up"), ("fdasync-fleet",)),
+    **dict.fromkeys(("http", "profile"), ("fdasync-http", "fdasync-fleet")),
+    "ray": ("fdasync-ray", "fdasync-fleet"),
+    "verify-trainer": ("fdasync-trainer",),
 }
 
 
@@ -48,8 +48,9 @@ class _Commands(click.Group):
         if own is not None:
             return own
         if cmd_name not in Registry().names(COMMANDS):
-            if (distribution := _ELSEWHERE.get(cmd_name)) is not None:
-                ctx.fail(f"No such command {cmd_name!r}: it is of {distribution}: pip install {distribution}")
+            if (needed := _ELSEWHERE.get(cmd_name)) is not None:
+                folders = " ".join(f"./plugins/{distribution}" for distribution in needed)
+                ctx.fail(f"No such command {cmd_name!r}: it is of {needed[0]}: in a checkout, pip install {folders}")
             return None
         try:
             command = Registry().load_function(COMMANDS, cmd_name)

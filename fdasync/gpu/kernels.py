@@ -1,3 +1,3 @@
 """Where the Triton kernels were."""
 
-raise ImportError("the kernels are fdasync_kernels: pip install fdasync-kernels", name=__name__)
+raise ImportError("moved to fdasync_kernels: in a checkout, pip install ./plugins/fdasync-kernels", name=__name__)

@@ -150,9 +150,9 @@ def _refusal(hint: Any, value: Any, wrong: Exception, error: type[BadInput], pla
         if meta is not None:
             way_out = (meta.extra or {}).get("hint", way_out)
             if _fits(value, bare) and (told := _out_of_bounds(value, meta)):
-                problem, limit = told, _limit(meta)
+                problem, limit = told, limit_of(meta)
             elif meta.min_length is None and meta.max_length is None:
-                limit = limit or _limit(meta)
+                limit = limit or limit_of(meta)
     return error(field, problem, limit=limit or None, hint=way_out)
 
 
@@ -222,7 +222,8 @@ def _out_of_bounds(value: Any, meta: msgspec.Meta) -> str:
     return f"{value!r:.100} is {'too small' if meta.le is None and meta.lt is None else 'out of range'}"
 
 
-def _limit(meta: msgspec.Meta) -> Any:
+def limit_of(meta: msgspec.Meta) -> Any:
+    """The bounds of an annotation in words, such as "1 to 64"; "": it has none."""
     low = meta.min_length if meta.ge is None else meta.ge
     high = meta.max_length if meta.le is None else meta.le
     if low is not None and high is not None:

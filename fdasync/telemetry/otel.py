@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _MAX_WAITING_NBYTES = 1 << 20
 _CLOSE_S = 1.0
-_NEEDS = "pip install 'fdasync[otel]'"
+_NEEDS = "pip install 'opentelemetry-sdk>=1.40'"
 
 
 class OtelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -83,5 +83,6 @@ def test_a_command_that_is_not_installed_says_what_to_install(monkeypatch: pytes
     monkeypatch.setattr(Registry, "names", lambda _self, _group: [])
     ran = CliRunner().invoke(cli, ["serve", "--model", "DIR"])
     assert ran.exit_code == 2
-    assert "No such command 'serve': it is of fdasync-fleet: pip install fdasync-fleet" in ran.output
+    assert "No such command 'serve': it is of fdasync-fleet: in a checkout, pip install" in ran.output
+    assert " ./plugins/fdasync-fleet" in ran.output
     assert "pip install" not in CliRunner().invoke(cli, ["no-such"]).output

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from msgspec import Meta
 
-from fdasync.cli.common.fields import Fields, GroupedCommand, _sentence
+from fdasync.cli.common.fields import Fields, GroupedCommand, sentence_of
 from fdasync.cli.common.options import _FIELDS, as_typed, engine_config, engine_options
 from fdasync.engine.config import EngineConfig
 from fdasync.errors import BadInput, ConfigError
@@ -257,7 +257,7 @@ def test_help_shows_each_field_once_in_its_group_with_the_doc_and_the_default() 
 
 
 def test_every_field_of_an_option_has_a_doc() -> None:
-    assert {name: _sentence(text) for name, text in docs_of(Own).items()} == {
+    assert {name: sentence_of(text) for name, text in docs_of(Own).items()} == {
         "drain_s": "How long it takes.", "where": 'tcp://HOST:PORT, or "here"; always.', "peers": "Other ones.",
         "friends": "Other ones.", "loud": "It says so.", "size_nbytes": "In bytes.", "log": "Is written.",
         "word": "Of two.", "number": "0 means something.", "hidden": "Nobody sees it.",

@@ -21,9 +21,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PRETRAIN_STEPS = 25  # fewer, and the experts that differ move no log-prob
 PROBLEMS, GROUP = 9, 8
 pytestmark = pytest.mark.nightly
-needs_trl = pytest.mark.skipif(
-    find_spec("trl") is None, reason="TRL is not installed: pip install 'fdasync-trainer[trl]'"
-)
+needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed: pip install 'trl>=1.16,<2'")
 
 # what users run, in a program that looks at it from within
 WATCHED = """

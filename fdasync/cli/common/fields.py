@@ -165,7 +165,7 @@ class Fields(Generic[S]):
         # in the order of the groups, else in that of the struct
         titles = {name: title for title, fields in (groups or {}).items() for name in fields}
         ordered = [*titles, *[name for name in own if name not in titles]]
-        docs = {name: _sentence(text) for name, text in docs_of(kind).items()}
+        docs = {name: sentence_of(text) for name, text in docs_of(kind).items()}
         self._made = {name: self._option(own[name], docs.get(name, ""), titles.get(name, group)) for name in ordered}
         self.options = {name: GroupedOption([words], **attributes) for name, (words, attributes) in self._made.items()}
 
@@ -209,8 +209,8 @@ class Fields(Generic[S]):
         return words, {**attributes, "type": own, "multiple": several, "required": field.required}
 
 
-def _sentence(text: str) -> str:
-    """The first one."""
+def sentence_of(text: str) -> str:
+    """The first sentence of a field's doc."""
     end = _SENTENCE.search(text)
     first = text[: end.start()] if end else text
     # an address at the beginning stays as it is

@@ -37,6 +37,9 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     Attributes:
         num_moe_layers, top_k, num_experts: of the routing; 0 layers is a dense model.
+        vocab_size: token ids are below it.
+        max_context_tokens, block_tokens, num_blocks: what the runner offers where the engine's settings are "auto".
+        seed: of the spread of times.
         weights_id: seed of the weights.
         eos_id: sampled like any other token; -1: none.
         state_words: words of 64 bits of a recurrent state that each sequence has besides its KV; 0: none.
@@ -58,7 +61,8 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         free: steady decode steps cost next to nothing and compute nothing (benchmarks): a token is
             the last one plus 1, never among the topmost 16 ids; rows are constant, there are no log-probs of
             samples, no bias, no grammars, no runs and no stamps.
-        fail_step: this step fails; -1: none. hang_step: this step never completes; -1: none.
+        fail_step: this step fails; -1: none.
+        hang_step: this step never completes; -1: none.
     """
 
     num_moe_layers: int = 4

@@ -77,7 +77,7 @@ def test_without_the_wheel_it_says_what_to_install(broken):
         timeout=600,
         check=True,
     )
-    for word in ("fdasync-mooncake[cpu]", "fdasync-mooncake[cuda]", "never both", "libibverbs1"):
+    for word in ("mooncake-transfer-engine-non-cuda", "needs CUDA", "never both", "libibverbs1"):
         assert word in done.stdout
 
 

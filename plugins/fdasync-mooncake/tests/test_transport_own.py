@@ -380,4 +380,4 @@ async def test_where_there_is_no_engine_it_does_not_open_and_says_why(how, monke
             async with Hooks().sides(1):
                 pass
         assert caught.value.name == "mooncake"
-        assert ("fdasync-mooncake[cpu]" if how == "missing" else how) in caught.value.problem
+        assert ("mooncake-transfer-engine-non-cuda" if how == "missing" else how) in caught.value.problem

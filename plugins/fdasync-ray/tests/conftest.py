@@ -46,7 +46,7 @@ def loopback() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def cluster(loopback: None) -> Iterator[Any]:
     """A head that takes no instances, and three nodes with two CPUs and GPUs each; this process is connected to it."""
-    pytest.importorskip("ray", reason="ray is not installed: pip install 'fdasync-ray[ray]'")
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'ray>=2.50'")
     import ray
     from ray.cluster_utils import Cluster
 

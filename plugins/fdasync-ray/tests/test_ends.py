@@ -17,7 +17,7 @@ from ray_fleets import PARAMS, PROMPT, SOON_S, Load, parent_of, runs, until_gone
 from fdasync import SamplingParams
 from fdasync.errors import ConfigError
 
-ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'fdasync-ray[ray]'")
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'ray>=2.50'")
 
 from fdasync_ray import FleetConfig, RayFleet, attach  # noqa: E402 - behind the skip
 from fdasync_ray.command import ray as command  # noqa: E402

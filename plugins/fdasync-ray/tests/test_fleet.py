@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from ray_fleets import PARAMS, PROMPT, SOON_S, WHOLE_S, Load, until_gone, until_used, weights
 
-ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'fdasync-ray[ray]'")
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'ray>=2.50'")
 
 from fdasync_ray import FleetConfig, RayFleet, attach  # noqa: E402 - behind the skip
 from fdasync_ray.weights import packed  # noqa: E402

@@ -76,7 +76,7 @@ def test_the_command_says_what_is_missing_where_ray_is(monkeypatch):
     monkeypatch.setattr(command_module, "find_spec", lambda _name: None)
     done = CliRunner().invoke(command_module.ray, ["up", "--mixed", "1", "--runner", "synthetic"])
     assert isinstance(done.exception, ConfigError)
-    assert "fdasync-ray[ray]" in str(done.exception)
+    assert "pip install 'ray>=2.50'" in str(done.exception)
 
 
 async def test_who_lacks_published_weights_or_the_current_ones_does_not_join():

@@ -13,7 +13,7 @@ from ray_fleets import PROMPT, SOON_S, environment_of, parent_of, until_used
 from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.errors import BadInput, ConfigError
 
-ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'fdasync-ray[ray]'")
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'ray>=2.50'")
 
 from fdasync_ray import FleetConfig, NoRoom, RayFleet, attach  # noqa: E402 - behind the skip
 

@@ -16,7 +16,7 @@ from fdasync_fleet.link.keys import new_keys, save_keys
 
 from tests.system.network.hosts import Host, Wire, why_not
 
-pytest.importorskip("ray", reason="ray is not installed: pip install 'fdasync-ray[ray]'")
+pytest.importorskip("ray", reason="ray is not installed: pip install 'ray>=2.50'")
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

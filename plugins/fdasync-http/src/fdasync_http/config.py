@@ -142,7 +142,7 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
         api_key_file: file with the key that every path asks for.
         admin_key_file: file with the key that paths which control the engine ask for.
         drain_s: longest that the first signal waits for answers under way.
-        traces: append a span of each request to this file, one line of JSON each (fdasync[otel]).
+        traces: append a span of each request to this file, one line of JSON each (needs opentelemetry-sdk).
         ready_fd: write one JSON line to this descriptor when ready.
     """
 

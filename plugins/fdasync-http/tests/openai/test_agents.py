@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 from anthropic import AsyncAnthropic, beta_async_tool
 
-pytest.importorskip("agents", reason="the extra `agents` is not installed: pip install 'fdasync-http[agents]'")
+pytest.importorskip("agents", reason="not installed: pip install './plugins/fdasync-http[agents]'")
 from agents import Agent, ModelSettings, OpenAIResponsesModel, RunConfig, Runner, function_tool
 from agents.exceptions import ModelBehaviorError
 

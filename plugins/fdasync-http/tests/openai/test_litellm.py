@@ -27,7 +27,7 @@ def litellm(tmp_path):
     beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     found = shutil.which("litellm", path=beside)
     if found is None:
-        pytest.skip("litellm is not installed: pip install 'fdasync-http[proof]', or put it on PATH")
+        pytest.skip("litellm is not installed: pip install './plugins/fdasync-http[proof]', or put it on PATH")
     python = str(Path(found).parent / "python")
 
     async def call(url, case, **given):

@@ -49,7 +49,7 @@ def program() -> Callable[[str], str]:
     def find(name: str) -> str:
         found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
         if found is None:
-            pytest.skip(f"{name} is not installed: pip install 'fdasync-http[proof]', or put it on PATH")
+            pytest.skip(f"{name} is not installed: pip install './plugins/fdasync-http[proof]', or put it on PATH")
         return found
 
     return find

@@ -8,7 +8,7 @@ import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-pytest.importorskip("agents", reason="the extra `agents` is not installed: pip install 'fdasync-http[agents]'")
+pytest.importorskip("agents", reason="not installed: pip install './plugins/fdasync-http[agents]'")
 from agents import Agent, ModelSettings, OpenAIResponsesModel, RunConfig, Runner
 
 pytestmark = pytest.mark.nightly

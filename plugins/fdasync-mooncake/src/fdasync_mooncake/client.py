@@ -225,8 +225,8 @@ def import_client() -> Any:
         return importlib.import_module("mooncake.store")
     except ImportError as error:
         hint = (
-            "install one of fdasync-mooncake[cpu] (mooncake-transfer-engine-non-cuda) and fdasync-mooncake[cuda] "
-            "(mooncake-transfer-engine, needs CUDA), never both, and the system library libibverbs1"
+            "install one of mooncake-transfer-engine-non-cuda and mooncake-transfer-engine (needs CUDA), never both, "
+            "in a version that pyproject.toml of fdasync-mooncake names, and the system library libibverbs1"
         )
         raise StoreRejected(NAME, f"its client cannot be imported: {error}", hint) from error
 

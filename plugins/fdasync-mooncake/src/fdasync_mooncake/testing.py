@@ -254,7 +254,7 @@ def _binary(name: str) -> Path:
         path = Path(folder) / name
         if path.exists():
             return path
-    raise FileNotFoundError(f"no {name}: install fdasync-mooncake[cpu] or fdasync-mooncake[cuda]")
+    raise FileNotFoundError(f"no {name}: install mooncake-transfer-engine-non-cuda or mooncake-transfer-engine")
 
 
 def _libc_call(name: str, *arguments: int) -> None:

@@ -45,7 +45,7 @@ def up(address: str, encrypt_blocks: bool, **options: Any) -> None:
     not start. 130: interrupted while it loaded.
     """
     if find_spec("ray") is None:
-        raise ConfigError("ray", "is not installed", hint="pip install 'fdasync-ray[ray]'")
+        raise ConfigError("ray", "is not installed", hint="pip install 'ray>=2.50'")
     from fdasync_ray.up import run_up
 
     chosen = options["ray_gpus"] is not None

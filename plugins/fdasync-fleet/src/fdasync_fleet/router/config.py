@@ -12,19 +12,21 @@ Require = Literal["serving", "all"]
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Attributes:
-    retries: how often the router sends a request again.
-    direct_below_tokens: a decode instance prefills a prompt itself if it lacks fewer tokens of it than this.
-    request_deadline_s: deadline of requests that name none.
-    require: the instances for which `start` waits: "serving": the first that is up; "all": all of them.
-    connect_s: how long `start` waits at most.
-    settle_s: with "serving": how long `start` waits for the other instances once the first is up. A running instance
-        answers within that time.
-    absent_s: how long a request waits while no instance is up that can take it. (If its caller names instances, only
-        those count.) For a busy instance a request waits until its deadline.
-    handoff_s: how long a weight update waits for hand-offs to finish before it starts those requests again.
-    command_s: how long an instance may take for a weight update, a pause, a resume or a reset of its cache. A pause
-        that waits for requests may take `request_deadline_s` longer.
+    """How a router behaves.
+
+    Attributes:
+        retries: how often the router sends a request again.
+        direct_below_tokens: a decode instance prefills a prompt itself if it lacks fewer tokens of it than this.
+        request_deadline_s: deadline of requests that name none.
+        require: the instances for which `start` waits: "serving": the first that is up; "all": all of them.
+        connect_s: how long `start` waits at most.
+        settle_s: with "serving": how long `start` waits for the other instances once the first is up. A running
+            instance answers within that time.
+        absent_s: how long a request waits while no instance is up that can take it. (If its caller names instances,
+            only those count.) For a busy instance a request waits until its deadline.
+        handoff_s: how long a weight update waits for hand-offs to finish before it starts those requests again.
+        command_s: how long an instance may take for a weight update, a pause, a resume or a reset of its cache. A pause
+            that waits for requests may take `request_deadline_s` longer.
     """
 
     require: Require = "serving"

@@ -97,7 +97,7 @@ def _drawn() -> tuple[bytes, bytes]:
         raise ConfigError(
             "encrypt_blocks",
             f"needs the package {error.name}",
-            hint="pip install 'fdasync-fleet[tls]', or leave it out",
+            hint="pip install 'cryptography>=45.0.1', or leave it out",
         ) from error
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fdasync")])

@@ -169,7 +169,7 @@ def _zstandard() -> Any:
         import zstandard
     except ImportError:
         raise WeightsRejected(
-            "deltas are compressed with zstd, which needs a package: pip install 'fdasync-http[deltas]'"
+            "deltas are compressed with zstd, which needs a package: pip install 'zstandard>=0.23'"
         ) from None
     return zstandard
 

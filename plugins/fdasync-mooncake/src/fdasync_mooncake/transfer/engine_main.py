@@ -88,8 +88,8 @@ class EngineService(Service):
         except ImportError as error:
             raise PluginError(
                 _GROUP, _NAME, "fdasync-mooncake",
-                f"its engine cannot be imported: {error}; install one of fdasync-mooncake[cpu] and"
-                " fdasync-mooncake[cuda], never both, and the system library libibverbs1",
+                f"its engine cannot be imported: {error}; install one of mooncake-transfer-engine-non-cuda"
+                " and mooncake-transfer-engine, never both, and the system library libibverbs1",
             ) from error  # fmt: skip
         (self._staging,) = staging
         nbytes = self._staging.nbytes

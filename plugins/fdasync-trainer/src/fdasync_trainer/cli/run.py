@@ -198,7 +198,7 @@ def _plugin() -> Any:
     try:
         importlib.import_module("fdasync_transformers")
     except ImportError as error:
-        raise PluginError(
-            "fdasync.runners", "transformers", "", f"cannot be imported ({error}); pip install 'fdasync-trainer[torch]'"
-        ) from error
+        folders = "./plugins/fdasync-{kernels,transformers,fleet,trainer}"
+        hint = f"in a checkout, pip install {folders}"
+        raise PluginError("fdasync.runners", "transformers", "", f"cannot be imported ({error}); {hint}") from error
     return fdasync_trainer

@@ -100,7 +100,7 @@ def fixed_numerics(
         kernels: "triton" takes the kernels on a CPU too, in Triton's interpreter (tests); "auto": on GPUs.
         sum_slices: the rollout's `EngineConfig.sum_slices`, at any number of ranks.
 
-    Raises, at the opening or in a pass:
+    Raises:
         BadInput: dropout or noise in training, with the module's path; autocast; settings of torch under which products
             have other bits; parameters or buffers in other dtypes than a rollout's, by name; a compiled model;
             arguments that do not tell the sequences; a KV cache; sequences longer than the family can have;
@@ -112,7 +112,7 @@ def fixed_numerics(
             up-projection of latent attention, or in slices on what is sliced; a family whose sums have no slices.
         ConfigError: sizes that the slices do not divide.
         RunnerError: an operation without fixed form: a random one, a convolution, or attention that does not go through
-            the library's interface.
+            the library's interface. Each of these may come at the opening or in a pass.
     """
     return TrainerNumerics(model, kernels, sum_slices)
 

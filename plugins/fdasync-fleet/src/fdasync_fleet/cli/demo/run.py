@@ -107,7 +107,7 @@ def _plugins() -> tuple[Any, Any]:
         import fdasync_trainer
         import fdasync_transformers
     except ImportError as error:
-        raise PluginError(
-            "fdasync.runners", "transformers", "", f"cannot be imported ({error}); pip install 'fdasync-trainer[torch]'"
-        ) from error
+        folders = "./plugins/fdasync-{kernels,transformers,fleet,trainer}"
+        hint = f"in a checkout, pip install {folders}"
+        raise PluginError("fdasync.runners", "transformers", "", f"cannot be imported ({error}); {hint}") from error
     return fdasync_transformers, fdasync_trainer

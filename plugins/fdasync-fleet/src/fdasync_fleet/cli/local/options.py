@@ -27,8 +27,8 @@ class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
         host: what other machines dial in place of the host of --listen, behind address translation or where --listen is
             tcp://0.0.0.0:PORT: an address in numbers, or an interface.
         keys: file of `fdasync keys new`: every link that is not ipc is authenticated and encrypted.
-        encrypt_blocks: blocks that go over tcp do so by TLS 1.3, both ways; needs --keys, and the package of
-            fdasync-fleet[tls].
+        encrypt_blocks: blocks that go over tcp do so by TLS 1.3, both ways; needs --keys, and the package
+            cryptography.
         trusted_network: whoever reaches this machine's ports may read and write blocks on their way: have them come
             from other machines by Mooncake's engine (fdasync-mooncake), over RDMA or TCP, where both instances say so.
         transport: how blocks come from other instances: shm (mapped memory), tcp (a loopback port), a plugin's name, or
