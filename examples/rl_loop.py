@@ -41,7 +41,7 @@ from fdasync_transformers import named_tensors
 from fdasync_transformers.weights.quiet import no_progress_bars
 from rich.console import Console
 from rich.live import Live
-from rl_loop_report import StepFigures, cells, draw, steps_table, summary, verdict
+from rl_loop_report import COLUMNS, StepFigures, cells, draw, plain_row, steps_table, summary, verdict
 
 from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.result import Sample
@@ -317,7 +317,9 @@ async def compare(
                 if console.is_terminal:
                     live.update(steps_table(f"replay {name}", done), refresh=True)
                 else:
-                    console.print(f"replay {name}:", "  ".join(cells(len(done), one)), soft_wrap=True)
+                    rows = [COLUMNS] if len(done) == 1 else []
+                    for row in (*rows, cells(len(done), one)):
+                        console.print(f"replay {name}:".ljust(11), plain_row(row), soft_wrap=True, highlight=False)
 
             replay = name == "on"
             await run_arm(

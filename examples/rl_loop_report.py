@@ -43,26 +43,24 @@ class StepFigures(msgspec.Struct, frozen=True):
     train_s: float
 
 
+COLUMNS = (
+    "step", "reward", "K3 KL", "ratio > 2", "other bits", "crossed", "stale tokens", "clipped", "left out", "replayed",
+    "rollout", "update",
+)  # fmt: skip
+
+
 def steps_table(name: str, done: list[StepFigures], last: int = 12) -> Table:
     drawn = Table(title=f"{name}: the latest steps")
-    for column in (
-        "step",
-        "reward",
-        "K3 KL",
-        "ratio > 2",
-        "other bits",
-        "crossed",
-        "stale tokens",
-        "clipped",
-        "left out",
-        "replayed",
-        "rollout",
-        "update",
-    ):
+    for column in COLUMNS:
         drawn.add_column(column, justify="right")
     for number, one in list(enumerate(done, 1))[-last:]:
         drawn.add_row(*cells(number, one))
     return drawn
+
+
+def plain_row(row: tuple[str, ...]) -> str:
+    """A row where there is no terminal; the first one is `COLUMNS`."""
+    return "  ".join(cell.rjust(max(len(column), 8)) for cell, column in zip(row, COLUMNS, strict=True))
 
 
 def cells(number: int, one: StepFigures) -> tuple[str, ...]:

@@ -16,8 +16,12 @@ import asyncio
 from typing import Any, NamedTuple
 
 import numpy as np
-import ray
-from fdasync_ray import FleetConfig, RayFleet, attach
+
+try:
+    import ray
+    from fdasync_ray import FleetConfig, RayFleet, attach
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"rl_on_ray.py: {missing.name} is missing: pip install -e 'plugins/fdasync-ray[ray]'") from None
 
 from fdasync import EngineConfig, SamplingParams
 

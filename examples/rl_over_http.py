@@ -284,13 +284,14 @@ async def all_wait(engine: RolloutEngine, groups: list[asyncio.Future[Any]], cou
 
 
 def compared(runs: dict[str, list[StepFigures]]) -> Table:
-    """The KL of each step in both loops, all digits."""
+    """The KL of each step in each loop, all digits; of two loops, whether they are equal."""
     drawn = Table(title="K3 KL of rollout and trainer")
-    for column in ("step", *runs, "equal"):
+    several = len(runs) > 1
+    for column in ("step", *runs, *(["equal"] if several else ())):
         drawn.add_column(column, justify="right")
-    for step, both in enumerate(zip(*runs.values(), strict=True), 1):
-        equal = "yes" if len({(one.fresh, one.reward) for one in both}) == 1 else "NO"
-        drawn.add_row(str(step), *[repr(one.fresh.k3) for one in both], equal)
+    for step, each in enumerate(zip(*runs.values(), strict=True), 1):
+        equal = "yes" if len({(one.fresh, one.reward) for one in each}) == 1 else "NO"
+        drawn.add_row(str(step), *[repr(one.fresh.k3) for one in each], *([equal] if several else ()))
     return drawn
 
 

@@ -7,6 +7,7 @@ what plugins are written against is in the rooms that their pages name (docs/wri
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
     )
     from fdasync.runner.facts import ModelFacts
     from fdasync.stats import EngineStats
+
+# a program that configures no logging hears nothing of these loggers, and not Python's last resort either
+logging.getLogger("fdasync").addHandler(logging.NullHandler())
 
 # the module of each name, in the order of docs/embed.md
 _HOMES = {

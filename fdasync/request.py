@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from operator import index
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypedDict, cast, get_args
 
@@ -20,7 +20,7 @@ from fdasync.registry.mapping import check, converted, nearest, struct_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     #: text, or token ids
     Prompt = str | Sequence[int]
@@ -425,6 +425,13 @@ def check_text(field: str, text: str) -> None:
         raise BadInput(
             field, f"has a lone surrogate at character {error.start}", hint="it is not valid Unicode text"
         ) from None
+
+
+def no_tokens(values: Iterable[object], why: Exception) -> BadInput:
+    """The error for a sequence that `array` did not take for token ids, with its reason."""
+    if all(isinstance(one, Sized) for one in values):
+        return BadInput("prompt", "holds several prompts", limit="one prompt a call", hint="call once for each of them")
+    return BadInput("prompt", f"holds something that is no token id: {why}")
 
 
 def check_name(request_id: Any) -> None:

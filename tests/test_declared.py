@@ -127,7 +127,7 @@ def test_costs_of_the_synthetic_model(field: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("key", ["leases", "speculation"])
-@pytest.mark.parametrize("value", [{}, {"asks": 5}, {"max_tokens": 2}, range(3), [], 3, SchedulerConfig])
+@pytest.mark.parametrize("value", [range(3), [], 3, SchedulerConfig])
 def test_a_struct_made_in_python_holds_structs_where_it_declares_them(key: str, value: Any) -> None:
     made: Any = {key: value}
     with pytest.raises(ConfigError) as caught:

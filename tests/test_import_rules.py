@@ -296,8 +296,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync", "fdasync.cli.common.*", "fdasync_fleet.cli.local.*", "fdasync.engine.config",
             "fdasync.engine.tokenizer", "fdasync.ipc.child", "fdasync.ipc.deadlines", "fdasync.ipc.errors",
             "fdasync.ipc.remote", "fdasync.ipc.rpc", "fdasync.ipc.service", "fdasync_fleet.router.*",
-            "fdasync.registry.*", "fdasync.request", "fdasync.telemetry.sight.*", "fdasync.telemetry.otel",
-            "fdasync.telemetry.stats_metrics", "fdasync.telemetry.vllm_names",
+            "fdasync.registry.*", "fdasync.request", "fdasync.telemetry.sight.*", "fdasync.telemetry.logs",
+            "fdasync.telemetry.otel", "fdasync.telemetry.stats_metrics", "fdasync.telemetry.vllm_names",
         ),
         # fleets: instances as the command line starts them, under actors, and routers that follow them
         "fdasync_ray": (

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fdasync.cli.common.fields import GroupedCommand
@@ -126,12 +127,18 @@ def plugins(no_load: bool, as_json: bool) -> None:
         print_json(found)
     else:
         table = Table(title="fdasync plugins")
-        for column in ("group", "name", "state", "from", "target"):
+        for column in ("group", "name", "state", "from"):
             table.add_column(column, overflow="fold")
         for info in found:
-            state = {None: "found", "": "[green]loaded[/]"}.get(info.problem, f"[red]broken:[/] {info.problem}")
-            table.add_row(info.group, info.name, state, f"{info.distribution} {info.version}", info.target)
-        Console().print(table)
+            state = {None: "found", "": "[green]loaded[/]"}.get(info.problem, "[red]broken[/]")
+            group = info.group.removeprefix("fdasync.")
+            table.add_row(group, info.name, state, f"{info.distribution} {info.version}")
+        console = Console()
+        console.print(table)
+        for info in found:
+            if info.problem:
+                # not in a cell, where long words break
+                console.print(f"[red]{info.name}:[/] {escape(info.problem)}", soft_wrap=True, highlight=False)
     sys.exit(EXIT_DIFFERS if any(info.problem for info in found) else 0)
 
 

@@ -55,6 +55,8 @@ _RENAMED = {"lease_kill_s": "store_kill_s"}
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that an engine is told at its start.
 
+    A mapping in the place of `speculation` or `leases` is read as `from_mapping` reads it, and refused at once.
+
     Attributes:
         model: checkpoint folder; left out for runners that need none.
         runner: which installed runner computes the model (`fdasync plugins` lists them).
@@ -213,6 +215,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         version: Any = self.weight_version
         if type(version) is int and 0 <= version < 1 << 63:
             msgspec.structs.force_setattr(self, "weight_version", str(version))
+        for name, kind in (("speculation", Speculation), ("leases", LeaseRules)):
+            given = getattr(self, name)
+            if isinstance(given, Mapping):
+                made = struct_of(kind, given, error=ConfigError, root=f"config.{name}")
+                msgspec.structs.force_setattr(self, name, made)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:

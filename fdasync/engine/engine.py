@@ -25,6 +25,7 @@ from fdasync.engine.stream import TokenStream
 from fdasync.engine.weights.weights import Weights
 from fdasync.errors import (
     BadInput,
+    CheckpointError,
     ConfigError,
     DeadlineExceeded,
     EngineClosed,
@@ -222,7 +223,11 @@ class Engine(Generator):
             await asyncio.wait([started, self._supervisor], return_when=asyncio.FIRST_COMPLETED)
             if not started.done():
                 raise EngineClosed("closed")
-            started.result()  # of a future that is done
+            try:
+                started.result()  # of a future that is done
+            except (ConfigError, CheckpointError) as error:
+                # they say which setting or file is wrong; where this code noticed would stand above that
+                raise error.with_traceback(None) from error.__cause__
         except BaseException:
             self._stop.set()
             # a second cancellation leaves the supervisor to end by itself; `aclose` raises what closing raised

@@ -23,7 +23,7 @@ from fdasync.engine.chosen_output import chosen_nbytes, chosen_starts
 from fdasync.engine.tokenizer_process import token_ids
 from fdasync.errors import BadInput, TaskCancelled, TooLong
 from fdasync.events.catalog import Hashed, RequestPrepared
-from fdasync.request import MAX_SALT_CHARS, SamplerSpec, SamplingParams, check_text, check_trace, checked_aux
+from fdasync.request import MAX_SALT_CHARS, SamplerSpec, SamplingParams, check_text, check_trace, checked_aux, no_tokens
 from fdasync.runner.grammar_checks import GrammarChecks
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class Preparer:
         try:
             tokens = array("q", values)
         except (TypeError, OverflowError) as error:
-            raise BadInput("prompt", f"holds something that is no token id: {error}") from None
+            raise no_tokens(values, error) from None
         if bool in set(map(type, values)):
             raise BadInput("prompt", "holds a bool, which is no token id")
         return self._check_vocabulary(tokens)

@@ -59,11 +59,34 @@ def test_a_wrong_word_is_told_in_a_line_with_the_way_out(
 def test_a_broken_plugin_is_listed_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    broken_plugin(tmp_path, monkeypatch)
+    listed = {entry["name"]: entry for entry in said(capsys, monkeypatch, 1, "plugins")}
+    assert "no_such_module" in listed["bad"]["problem"]
+    assert listed["bad"]["distribution"] == "bad"
+
+
+def test_at_80_columns_no_name_of_a_plugin_is_broken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken_plugin(tmp_path, monkeypatch)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["fdasync", "plugins"])
+    with pytest.raises(SystemExit):
+        main()
+    out = capsys.readouterr().out
+    listed = said(capsys, monkeypatch, 1, "plugins")
+    words = set(out.split())
+    assert words >= {word for entry in listed for word in (entry["name"], entry["distribution"])}
+    assert words >= {entry["group"].removeprefix("fdasync.") for entry in listed}
+    # its reason is a line of its own, whole
+    (problem,) = [entry["problem"] for entry in listed if entry["name"] == "bad"]
+    assert f"bad: {problem}" in out.splitlines()
+
+
+def broken_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A distribution whose one plugin cannot be imported."""
     info = tmp_path / "bad-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[fdasync.runners]\nbad = no_such_module:Runner\n")
     monkeypatch.syspath_prepend(tmp_path)
-    listed = {entry["name"]: entry for entry in said(capsys, monkeypatch, 1, "plugins")}
-    assert "no_such_module" in listed["bad"]["problem"]
-    assert listed["bad"]["distribution"] == "bad"

@@ -20,6 +20,15 @@ from tests.support.helpers import make_capacity
 LIMITS = RunnerLimits(max_running=4, max_step_tokens=8)
 
 
+def test_a_mapping_in_the_place_of_a_struct_is_read_as_one():
+    given = EngineConfig(speculation={"drafter": "ngram", "max_tokens": 2}, leases={"asks": 3})
+    assert given == EngineConfig.from_mapping({"speculation": {"max_tokens": 2}, "leases": {"asks": 3}})
+    given.validate()
+    for field, value in (("speculation", {"drafters": "ngram"}), ("leases", {"ask": 3})):
+        with pytest.raises(ConfigError, match=rf"^config.{field}.\w+: is not a key that exists"):
+            EngineConfig(**{field: value})
+
+
 def test_the_defaults_are_fine():
     EngineConfig().validate()
     assert EngineConfig.from_mapping({}) == EngineConfig()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 
 import numpy as np
 import pytest
 
-from fdasync import Engine, Sample, SamplingParams, Usage
+from fdasync import Engine, EngineConfig, Sample, SamplingParams, Usage
 from fdasync.errors import BadInput, ConfigError, InvariantBroken
 from fdasync.events.catalog import StepDone
 from fdasync.scheduler.replay import replay
@@ -462,3 +463,11 @@ async def test_a_bias_reaches_the_runner_and_stays_as_it_was_given():
         assert [sample.token_ids for sample in (await task).samples] == [(7,) * 5] * 2
         barred = dict.fromkeys(range(1, 100), -100.0)
         await ask(engine, params=SamplingParams(max_tokens=5, seed=1, logit_bias=barred, logprobs="both"))
+
+
+async def test_a_wrong_key_of_the_runner_is_told_without_frames_of_the_engine():
+    with pytest.raises(ConfigError, match=r"runner_config\.foo: is not a key that exists") as caught:
+        async with Engine(EngineConfig(runner="synthetic", process="worker", runner_config={"foo": 3})):
+            pass
+    own = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__) if "/fdasync/" in frame.filename]
+    assert own == ["__aenter__", "start"]

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from tests.support.commands import is_running, wait_for
@@ -65,6 +66,14 @@ def test_its_kl_is_that_of_the_loop_in_one_process(model: Path, tmp_path: Path) 
     rewards = [float(one) for one in re.findall(r"reward ([\d.]+)", done.stdout)]
     assert all(0 < one < 1 for one in rewards), done.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_one_loop_alone_is_not_called_equal(rl: Any) -> None:
+    none = rl.rl_loop.mismatch([np.zeros(3, np.float32)], [np.zeros(3, np.float32)])
+    one = rl.rl_loop.StepFigures(0.5, none, 0, 0, 0, 0.0, 0, 0, 1.0, 1.0)
+    assert [column.header for column in rl.compared({"over HTTP": [one]}).columns] == ["step", "over HTTP"]
+    both = rl.compared({"over HTTP": [one], "in process": [one]})
+    assert list(both.columns[-1].cells) == ["yes"]
 
 
 def options_for(model: Path) -> list[str]:

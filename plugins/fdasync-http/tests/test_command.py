@@ -139,7 +139,7 @@ async def test_what_is_half_sent_holds_up_no_end_and_no_process_is_left(number):
             async with asyncio.timeout(300):
                 _, err = await process.communicate()
         assert process.returncode == 0, err.decode()
-        assert "draining 0 requests, 600 s at most" in err.decode()
+        assert "draining 0 requests, 60 s at most" in err.decode()
         for _, writer in open_ones:
             writer.close()
     assert alive(children) == []
@@ -151,7 +151,12 @@ LONG = {"input_ids": [1], "stream": True, "sampling_params": {"max_new_tokens": 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("drain_s", "told"), [("0.1", "not all answers were sent within 0.1 s"), ("600", "draining 1 requests, 600 s")]
+    ("drain_s", "told"),
+    [
+        # long enough for one line of the count
+        ("6", ("draining 1 requests, for 1 s more\n", "not all answers were sent within 6 s")),
+        ("600", ("draining 1 requests, 600 s at most",)),
+    ],
 )
 async def test_a_stream_that_outlives_the_drain_or_meets_a_second_signal_ends_with_what_it_has(drain_s, told, tmp_path):
     config = tmp_path / "engine.toml"
@@ -172,7 +177,8 @@ async def test_a_stream_that_outlives_the_drain_or_meets_a_second_signal_ends_wi
             _, err = await process.communicate()
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2].removeprefix("data: "))["meta_info"]["finish_reason"]["type"] == "abort"
-        assert (process.returncode, told in err.decode()) == (1, True), err.decode()
+        assert process.returncode == 1
+        assert all(words in err.decode() for words in told), err.decode()
 
 
 @pytest.mark.parametrize(
@@ -209,7 +215,7 @@ def test_a_port_that_is_in_use_shows_before_anything_is_loaded(refused):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         err = refused("--port", port)
-    assert f"127.0.0.1:{port} cannot be bound: Address already in use\n" in err
+    assert f"port: {port} of 127.0.0.1 is in use; choose another one; 0 takes any free one\n" in err
     assert "loading" not in err
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from typing import TYPE_CHECKING
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -19,9 +21,6 @@ from fdasync_ray.weights import NodeFolder, packed
 
 from fdasync.engine.config import EngineConfig
 from fdasync.errors import BadInput, ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MEMBER = Member(name="d0", role="decode", address="tcp://127.0.0.1:1", pid=1, node="n")
 
@@ -184,3 +183,12 @@ def test_the_folder_of_a_fleet_that_was_killed_goes_when_the_next_one_comes(root
 def test_a_tensor_that_is_none_is_named():
     with pytest.raises(BadInput, match="b'"):
         packed([("b", "float32", (2,), b"123")])
+
+
+def test_the_example_says_what_to_install_where_ray_is_missing() -> None:
+    example = Path(__file__).parents[3] / "examples" / "rl_on_ray.py"
+    # None in the place of a module: it is missing, also where Ray is installed
+    script = f"import runpy, sys; sys.modules['ray'] = None; runpy.run_path({str(example)!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "rl_on_ray.py: ray is missing: pip install -e 'plugins/fdasync-ray[ray]'\n"

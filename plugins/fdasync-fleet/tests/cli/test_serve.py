@@ -145,8 +145,9 @@ def test_a_worker_that_dies_ends_it_with_the_reason(tmp_path: Path) -> None:
         wait_for(lambda: not is_running(int(worker)), "the end of the worker")
     assert "WorkerDied" in running.text
     assert "Traceback" not in running.text
-    # ready, the runner's note, and the end
-    assert len(running.text.splitlines()) == 3, running.text
+    # ready, the runner's note, the line of the log, and the end
+    assert len(running.text.splitlines()) == 4, running.text
+    assert "ERROR fdasync.engine: EngineDied" in running.text
 
 
 @pytest.mark.ci

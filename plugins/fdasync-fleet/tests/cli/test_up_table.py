@@ -20,18 +20,23 @@ class FakeChild:
 
 
 def shown(**values: Any) -> str:
-    """The table with one instance, as a terminal gets it."""
+    """The row of one instance, as a terminal gets it."""
+    return next(line for line in drawn(**values).splitlines() if re.match(r" *m0 +mixed", line))
+
+
+def drawn(width: int = 160, **values: Any) -> str:
+    """The table with one instance."""
     fields: dict[str, Any] = {
         "name": "m0", "address": "ipc:///run/m0", "says": "ipc:///run/m0", "role": "mixed", "is_up": True,
         "problem": "", "state": "running", "status": status_of(free=50), "status_at": 0.0,
         "age_s": 0.1, "doing": "running", "stats": None, "live": 0, "known_blocks": 0, "weight_version": "0", **values,
     }  # fmt: skip
     stats = RouterStats(instances=(InstanceStats(**fields),), live=0, dropped=())
-    console = Console(file=io.StringIO(), width=160, force_terminal=True, color_system="standard")
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system="standard")
     child: Any = FakeChild()
     console.print(fleet_table([child], stats, Rates(), {"m0": Restarts(RestartRules())}, 0.0))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return next(line for line in text.splitlines() if re.search(r"m0 +\S* *│", line) and "mixed" in line)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
 
 
 @pytest.mark.parametrize(("values", "state", "color"), [
@@ -43,3 +48,12 @@ def shown(**values: Any) -> str:
 ])  # fmt: skip
 def test_a_state_and_its_color(values: dict[str, Any], state: str, color: int) -> None:
     assert f"\x1b[{color}m{state}\x1b[0m" in shown(**values)
+
+
+@pytest.mark.parametrize("state", ["running", "waits_for_weights"])
+def test_at_80_columns_no_word_is_broken(state: str) -> None:
+    text = re.sub(r"\x1b\[[\d;]*m", "", drawn(80, state=state, status=status_of(free=1234567)))
+    words = set(text.split())
+    assert max(map(len, text.splitlines())) <= 80
+    headers = {"name", "role", "state", "run", "wait", "free", "blocks", "tok/s", "prompt/s", "received"}
+    assert words >= {*headers, "restarts", "1234567", "mixed", *state.split("_")}

@@ -12,7 +12,7 @@ from fdasync_fleet.router.config import RouterConfig
 
 import fdasync
 from fdasync import Instance, SamplingParams
-from fdasync.errors import ConfigError, InstanceLost, PeerRefused
+from fdasync.errors import ConfigError, DeadlineExceeded, InstanceLost, PeerRefused, PeerUnreachable
 from fdasync.scheduler import LeaseRules
 from fdasync.testing import synthetic_config, until
 from tests.nightly.chaos.proxy import Proxy
@@ -165,3 +165,19 @@ async def test_a_data_port_that_is_taken_is_named():
     finally:
         server.close()
         await server.wait_closed()
+
+
+async def test_a_socket_file_that_is_missing_ends_the_wait_unless_a_time_was_named(tmp_path):
+    address = f"ipc://{tmp_path}/gone"
+    with pytest.raises(PeerUnreachable, match="gone: there is no socket file: no instance listens there"):
+        await fdasync.connect([address], RouterConfig(settle_s=0.05)).start()
+    with pytest.raises(DeadlineExceeded, match="gone"):
+        await fdasync.connect([address], RouterConfig(connect_s=0.05, settle_s=0.0)).start()
+    # the others serve
+    async with (
+        Instance(config("mixed"), listen=ANY) as mixed,
+        fdasync.connect([mixed.address, address], RouterConfig(settle_s=0.05)) as router,
+    ):
+        assert [one.address for one in router.stats().missing] == [address]
+    with pytest.raises(PeerUnreachable, match="gone"):
+        await fdasync.connect([mixed.address, address], RouterConfig(require="all", settle_s=0.05)).start()

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fdasync_http.access import NeedsKey
+from fdasync_http.access_log import AccessLog
 from fdasync_http.anthropic.envelope import Envelopes
 from fdasync_http.anthropic.serve import PATHS as MESSAGES
 from fdasync_http.budget import BUDGET
@@ -79,7 +80,7 @@ def app(
     )
     # paths that are not there ask for a key as well; the page, which has no data, asks its reader for one
     keyed = NeedsKey(inner, tuple(dict.fromkeys([*use, *control])), opens=_PAGE)
-    return Envelopes(keyed, MESSAGES)
+    return AccessLog(Envelopes(keyed, MESSAGES))
 
 
 def _route(path: Path, front: Front, keys: tuple[str, ...], known: tuple[str, ...], tracer: Tracer | None) -> Route:

@@ -15,9 +15,14 @@ from fdasync_http.config import ConnectionLimits, HttpConfig, HttpOptions, Liste
 
 _MIB = 1 << 20
 _OF_BODIES = {"max_body_nbytes": "--max-body-mib", "max_bodies_nbytes": "--max-bodies-mib"}
-_SETTINGS = ("dialect", "model", "weights_root", "pulls_root", "rows", "memory_saver")
+_SETTINGS = ("dialect", "model", "unknown_models", "weights_root", "pulls_root", "rows", "memory_saver")
 _ROOT = click.Path(exists=True, file_okay=False, resolve_path=True)
-_HTTP = Fields(HttpOptions, "Instances", names={"addresses": "--connect"})
+_HTTP = Fields(
+    HttpOptions,
+    "Instances",
+    groups={"Logs": ("log_level", "log_json", "access_log")},
+    names={"addresses": "--connect"},
+)
 _LISTEN = Fields(
     Listen,
     "Server",

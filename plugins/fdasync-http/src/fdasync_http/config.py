@@ -14,6 +14,7 @@ from msgspec import Meta
 from fdasync.cli.common.fields import Address, File, Folder
 from fdasync.errors import ConfigError
 from fdasync.registry.mapping import check
+from fdasync.telemetry.logs import LogOptions
 
 Most = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
@@ -31,6 +32,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         model: name of the model in answers; "": the name of the checkpoint's folder, or as the runner names it.
         dialect: whose server `owned_by` names, and whose form fields have that both dialects share. All paths are
             there in either.
+        unknown_models: a request that names a model which is not served: "serve" it all the same, or "refuse" it with
+            404. "auto": as the server of the dialect does: SGLang's serves, vLLM's refuses.
         api_key: every path asks for `Authorization: Bearer KEY`, or `x-api-key: KEY`; "": none does.
         admin_key: paths that control the engine ask for this key instead; "": they ask for `api_key`.
         weights_root: folder from which, and from whose subfolders, weights may be loaded; "": none may.
@@ -54,6 +57,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     model: str = ""
     dialect: Dialect = "sglang"
+    unknown_models: Literal["auto", "serve", "refuse"] = "auto"
     api_key: str = ""
     admin_key: str = ""
     weights_root: Folder = ""
@@ -126,7 +130,7 @@ class Listen(msgspec.Struct, frozen=True, kw_only=True):
     limits: ConnectionLimits = ConnectionLimits()
 
 
-class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
+class HttpOptions(LogOptions, frozen=True, kw_only=True):
     """What `fdasync http` serves.
 
     Attributes:
@@ -143,6 +147,7 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
         admin_key_file: file with the key that paths which control the engine ask for.
         drain_s: longest that the first signal waits for answers under way.
         traces: append a span of each request to this file, one line of JSON each (needs opentelemetry-sdk).
+        access_log: a line on stderr for each answer, whatever the level.
         ready_fd: write one JSON line to this descriptor when ready.
     """
 
@@ -156,8 +161,9 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: Folder = ""
     api_key_file: File = ""
     admin_key_file: File = ""
-    drain_s: Annotated[float, Meta(ge=0, le=1e9)] = 600.0
+    drain_s: Annotated[float, Meta(ge=0, le=1e9)] = 60.0
     traces: Annotated[str, Meta(title="PATH")] = ""
+    access_log: bool = False
     ready_fd: Annotated[int, Meta(ge=0)] | None = None
 
     def counts(self) -> dict[Literal["prefill", "decode", "mixed"], int]:

@@ -8,6 +8,7 @@ as in an application that mounts the app. Called by `command.py`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ from fdasync.engine.tokenizer import ChatTokenizer
 from fdasync.errors import BadInput, ConfigError, FdasyncError
 from fdasync.ipc.child import allow_files, settle
 from fdasync.registry.registry import TOKENIZERS, Registry
+from fdasync.telemetry.logs import log_to
+from fdasync_http.access_log import LOGGER as ACCESS
 from fdasync_http.application import app
 from fdasync_http.front import model_name
 from fdasync_http.server import Served, bind, check_certificates, check_exposure, serving
@@ -44,8 +47,11 @@ if TYPE_CHECKING:
 _EXIT_FAILED = 1
 _EXIT_ERROR = 2
 _EXIT_INTERRUPTED = 130
+_STDERR, _NAME = 2, "http"
 _LOOK_S = 0.5
 _DRAIN_LOOK_S = 0.05
+# between two lines of a drain
+_COUNT_S = 5.0
 _LAST_S = 0.5
 _MIB = 1 << 20
 # of a token id in JSON, with what separates it from the next one
@@ -97,7 +103,8 @@ class _Service:
         self._options = options
         self._config = config
         self._listen = listen
-        plans = [] if engine is None else plans_for(engine, options.counts(), LinkOptions(drain_s=listen.drain_s))
+        links = LinkOptions(drain_s=listen.drain_s, log_level=options.log_level, log_json=options.log_json)
+        plans = [] if engine is None else plans_for(engine, options.counts(), links, shares_stderr=True)
         self._fleet = LocalFleet(plans, None, self._on_end)
         self._restarts = {plan.name: Restarts(RestartRules()) for plan in plans}
         self._bound: socket.socket | None = None
@@ -110,6 +117,9 @@ class _Service:
     async def run(self) -> int:
         with Signals() as signals:
             async with AsyncExitStack() as stack:
+                logs = log_to(_STDERR, self._options.log_level, as_json=self._options.log_json, name=_NAME)
+                await stack.enter_async_context(logs)
+                logging.getLogger(ACCESS).setLevel("INFO" if self._options.access_log else "WARNING")
                 # loading takes a while: an address that is in use must show before it
                 self._bound = bind(self._listen)
                 stack.callback(self._bound.close)
@@ -219,8 +229,12 @@ class _Service:
         loop, limit_s = asyncio.get_running_loop(), self._listen.drain_s
         until, live = loop.time() + limit_s, _live(generator)
         _say(f"draining {live} requests, {limit_s:g} s at most; another signal ends at once")
-        while _live(generator) and signals.count < 2 and loop.time() < until:
-            await signals.wait(count=2, timeout_s=min(_DRAIN_LOOK_S, until - loop.time()))
+        tell_at = loop.time() + _COUNT_S
+        while (live := _live(generator)) and signals.count < 2 and (now := loop.time()) < until:
+            if now >= tell_at:
+                _say(f"draining {live} requests, for {until - now:.0f} s more")
+                tell_at += _COUNT_S
+            await signals.wait(count=2, timeout_s=min(_DRAIN_LOOK_S, until - now))
         served.stop()
         await signals.wait(served.ended, count=2, timeout_s=max(until - loop.time(), 0.0))
         if served.ended.done():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import socket
 import ssl
@@ -139,6 +140,11 @@ def check_certificates(listen: Listen) -> None:
 
 
 def _unbound(listen: Listen, error: OSError) -> BadInput:
+    if error.errno in (errno.EADDRINUSE, errno.EACCES):
+        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be bound: {error.strerror}"
+        return BadInput(
+            "port", f"{listen.port} of {listen.host} {why}", hint="choose another one; 0 takes any free one"
+        )
     return BadInput("host", f"{listen.host}:{listen.port} cannot be bound: {error.strerror}")
 
 

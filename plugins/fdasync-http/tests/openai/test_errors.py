@@ -50,6 +50,21 @@ async def test_a_wrong_key_and_a_wrong_model(chat_of):
         assert made.model == "synthetic"
 
 
+@pytest.mark.parametrize(
+    ("dialect", "unknown", "served"),
+    [("sglang", "auto", True), ("vllm", "auto", False), ("sglang", "refuse", False), ("vllm", "serve", True)],
+)
+async def test_the_settings_say_whether_an_unknown_model_is_served(chat_of, dialect, unknown, served):
+    async with chat_of(dialect=dialect, unknown_models=unknown) as (_, openai):
+        asking = openai.chat.completions.create(model="gpt-9", messages=[USER], max_tokens=1)
+        if served:
+            assert (await asking).choices
+            return
+        with pytest.raises(library.NotFoundError) as refused:
+            await asking
+        assert refused.value.code == "model_not_found"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_full_server_is_asked_again(chat_of, stream):
     """429 with `retry-after`, which the client waits for; it gives up without retries."""

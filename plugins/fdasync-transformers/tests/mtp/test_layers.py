@@ -192,7 +192,7 @@ def test_updates_reach_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     send(weights, named_tensors(load_file(new / "model.safetensors")))
     assert identity.weights_id(model) == wanted
     # without them they stay, and the log says so
-    with caplog.at_level(logging.INFO, "fdasync_transformers"):
+    with caplog.at_level(logging.INFO, "fdasync.transformers"):
         make_tiny_checkpoint(bare, "deepseek_v3", 7, num_nextn_predict_layers=1)
         left = {name: tensor.clone() for name, tensor in model.state_dict().items() if name.startswith("mtp.")}
         assert weights.read_weights_id(str(bare)) == weights.load_folder(str(bare)) != wanted

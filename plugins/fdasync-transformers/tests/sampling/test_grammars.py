@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from fdasync_transformers.execution.parts.lane_matchers import LaneMatchers, StepMatchers
 from fdasync_transformers.sampling import grammars as grammars_module
@@ -20,6 +21,7 @@ from fdasync_transformers.sampling.sampler import compute_samples, read_samples
 from fdasync_transformers.weights.random_checkpoints import EOS_ID, VOCAB_SIZE, make_random_checkpoint
 from sampled import sample
 from sampler_cases import spec
+from tokenizers import decoders, models
 
 from fdasync.errors import BadInput, CheckpointError, InvariantBroken
 from fdasync.events.actions import RunStep, SeqStart
@@ -263,3 +265,20 @@ def test_a_tokenizer_that_cannot_be_read(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(CheckpointError, match="llguidance"):
         Grammars(path, 10, (1,))
+
+
+@pytest.mark.parametrize(
+    ("decoder", "told"),
+    [
+        (None, "its decoder is missing; the decoders ByteLevel"),
+        (decoders.WordPiece(), "its decoder is WordPiece; the"),
+        (decoders.Sequence([decoders.Replace("_", " "), decoders.Fuse()]), "its decoder is Replace . Fuse; the"),
+    ],
+)
+def test_a_decoder_that_is_not_known_is_told_by_its_name(decoder, told, tmp_path):
+    made = tokenizers.Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    if decoder is not None:
+        made.decoder = decoder
+    made.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match=f"llguidance cannot read it: {told}"):
+        Grammars(tmp_path / "tokenizer.json", 10, (1,))

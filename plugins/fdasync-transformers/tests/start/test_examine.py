@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -199,3 +200,29 @@ def test_sizes_that_serve_nothing_are_refused(tmp_path: Path, changes: dict[str,
     report = report_of(tmp_path)
     assert not report.served
     assert reason in report.reason
+
+
+def test_the_library_warns_of_nothing_that_an_engine_replaces(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "dbrx")
+    library, told = logging.getLogger("transformers"), Told()
+    library.addHandler(told)
+    level = library.level
+    try:
+        # of this family the library says that it cannot check how attention is computed
+        report = report_of(tmp_path)
+        assert library.level == level
+    finally:
+        library.removeHandler(told)
+    assert report.served
+    assert told.lines == []
+
+
+class Told(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())

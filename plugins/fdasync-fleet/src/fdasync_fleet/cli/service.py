@@ -20,6 +20,7 @@ from fdasync.events.catalog import BreakerChanged, EngineDied, TapFailed
 from fdasync.ipc.child import allow_files, die_with_parent, settle
 from fdasync.telemetry.json_log import JsonLogTap
 from fdasync.telemetry.line_writer import LineWriter
+from fdasync.telemetry.logs import log_to, to_logger
 from fdasync.telemetry.prometheus import PrometheusTap
 from fdasync_fleet.instance.instance import Instance
 
@@ -87,7 +88,12 @@ def run_serve(config: EngineConfig, options: ServeOptions) -> int:
             os.fstat(options.ready_fd)
         except OSError as error:
             raise BadInput("--ready-fd", f"{options.ready_fd} is no open descriptor: {error.strerror}") from None
-    return uvloop.run(_serve(config, options))
+    return uvloop.run(_logged(config, options))
+
+
+async def _logged(config: EngineConfig, options: ServeOptions) -> int:
+    async with log_to(options.log_fd, options.log_level, as_json=options.log_json, name=options.name):
+        return await _serve(config, options)
 
 
 async def _serve(config: EngineConfig, options: ServeOptions) -> int:
@@ -137,9 +143,11 @@ class _Service:
         engine, options = self._instance.engine, self._options
         async with AsyncExitStack() as stack:
             port = None
+            name = options.name or None
+            await stack.enter_async_context(JsonLogTap(engine, to_logger, level=options.log_level, name=name))
             if options.json_log:
                 target: str | int = _STDERR if options.json_log == "-" else options.json_log
-                await stack.enter_async_context(JsonLogTap(engine, target, name=options.name or None))
+                await stack.enter_async_context(JsonLogTap(engine, target, name=name))
             if options.metrics_port is not None:
                 labels = {"engine": options.name or self._instance.address}
                 metrics = await stack.enter_async_context(PrometheusTap(engine, labels=labels))

@@ -71,7 +71,7 @@ class _Up:
         # read before there is a loop
         self._keys = keys_of(options.keys or None)
         counts: dict[Role, int] = {"prefill": options.prefill, "decode": options.decode, "mixed": options.mixed}
-        plans = plans_for(config, counts, options)
+        plans = plans_for(config, counts, options, shares_stderr=True)
         if options.json_log:
             folder = Path(options.json_log).absolute()
             folder.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -60,11 +61,15 @@ def fleet_table(
 ) -> Table:
     """A row for each child; `restarts` are by its name, `now` is the loop's time."""
     known = {one.address: one for one in stats.instances}
-    table = Table(title="fdasync up", caption=f"addresses: {children[0].address.removesuffix(children[0].name)}NAME")
-    for column in ("name", "role", "state"):
-        table.add_column(column, overflow="fold")
-    for column in ("running", "waiting", "free blocks", "tokens/s", "prompt/s", "received", "restarts"):
-        table.add_column(column, justify="right")
+    caption = f"addresses: {children[0].address.removesuffix(children[0].name)}NAME"
+    # without lines between columns 80 characters are enough; a cell that is too long breaks between words
+    table = Table(title="fdasync up", caption=caption, box=SIMPLE_HEAD, padding=0)
+    for column in ("name", "role"):
+        table.add_column(column, no_wrap=True)
+    # of the longest word of a state, and of a number of blocks
+    table.add_column("state", min_width=8)
+    for column in ("run", "wait", "free blocks", "tok/s", "prompt/s", "received blocks", "restarts"):
+        table.add_column(column, justify="right", no_wrap=" " not in column, min_width=8 if " " in column else None)
     for child in children:
         table.add_row(*_row(child, known.get(child.address), rates, restarts[child.name], now))
     return table
@@ -80,7 +85,7 @@ def _row(child: Child, one: InstanceStats | None, rates: Rates, restarts: Restar
         state = f"again in {max(restarts.due - now, 0.0):.0f} s"
     elif state == "ended" and restarts.given_up:
         state = "given up"
-    shown = f"[{_COLORS.get(state, 'yellow')}]{state}[/]"
+    shown = f"[{_COLORS.get(state, 'yellow')}]{state.replace('_', ' ')}[/]"
     head = (child.name, child.role, shown)
     if child.state == "ended" or one is None or one.status is None or one.age_s > _STALE_S:
         return (*head, *["-"] * 6, count)
@@ -90,9 +95,9 @@ def _row(child: Child, one: InstanceStats | None, rates: Rates, restarts: Restar
         *head,
         f"{told.running}",
         f"{told.waiting}",
-        f"{free}/{told.num_blocks}",
+        f"{free} of {told.num_blocks}",
         f"{tokens:.0f}",
         f"{prompt_tokens:.0f}",
-        f"{told.received_blocks} blocks",
+        f"{told.received_blocks}",
         count,
     )

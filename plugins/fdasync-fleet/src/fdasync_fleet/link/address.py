@@ -37,6 +37,11 @@ def is_ipc(address: str) -> bool:
     return address.startswith(_IPC)
 
 
+def has_no_file(address: str) -> bool:
+    """Whether the socket file of an ipc address is missing."""
+    return is_ipc(address) and not os.path.lexists(address.removeprefix(_IPC))  # blocking: microseconds
+
+
 def host_of(address: str) -> str:
     """The host of a tcp address, as a number without brackets where it is one; "" of an ipc address."""
     return "" if is_ipc(address) else address.removeprefix("tcp://").rpartition(":")[0].strip("[]")

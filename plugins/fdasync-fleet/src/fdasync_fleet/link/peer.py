@@ -87,6 +87,11 @@ class Peer:
         return self.hello.role if self.hello is not None else None
 
     @property
+    def is_absent(self) -> bool:
+        """Whether nobody can listen at its address now."""
+        return self._wire.is_absent(self.address)
+
+    @property
     def unacked(self) -> int:
         """Number of messages that it has not acknowledged."""
         return self.session.unacked if self.session is not None else 0

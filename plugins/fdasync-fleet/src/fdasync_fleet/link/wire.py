@@ -69,6 +69,10 @@ class Wire(ABC):
         Raises ConfigError as `listen` does.
         """
 
+    def is_absent(self, address: str) -> bool:  # noqa: ARG002 - of the wires that know
+        """Whether it is certain that no process listens at an address now; False where only an answer would show."""
+        return False
+
     @abstractmethod
     def send(self, pipe: Pipe, frames: list[Frame]) -> bool:
         """Send 1 or 2 frames as one. True: they may arrive, and are copied or kept; do not change them.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from fdasync.errors import ConfigError, ProtocolError
-from fdasync_fleet.link.address import check_address, check_free, is_ipc
+from fdasync_fleet.link.address import check_address, check_free, has_no_file, is_ipc
 from fdasync_fleet.link.session import MAX_FRAME_NBYTES
 from fdasync_fleet.link.wire import NAME_NBYTES, Frame, Pipe, Wire
 from fdasync_fleet.link.zap import DOMAIN, OPEN_DOMAIN, ZAP_ADDRESS, Doorkeeper
@@ -260,6 +260,9 @@ class ZmqWire(Wire):
         actual = self.guard.listen(address)
         self._router.again()
         return actual
+
+    def is_absent(self, address: str) -> bool:
+        return has_no_file(address)
 
     def dial(self, address: str) -> Pipe:
         check_address(address, keyed=self._keys is not None)

@@ -9,6 +9,7 @@ import msgspec
 from fdasync_fleet.fields import Count, Seconds
 
 Require = Literal["serving", "all"]
+_CONNECT_S = 60.0
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,7 +20,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         direct_below_tokens: a decode instance prefills a prompt itself if it lacks fewer tokens of it than this.
         request_deadline_s: deadline of requests that name none.
         require: the instances for which `start` waits: "serving": the first that is up; "all": all of them.
-        connect_s: how long `start` waits at most.
+        connect_s: how long `start` waits at most. "auto": a minute; but if the socket files of ipc addresses are missing,
+            and no other instance can serve, it ends after `settle_s`. Name a time for instances that are about to
+            start.
         settle_s: with "serving": how long `start` waits for the other instances once the first is up. A running
             instance answers within that time.
         absent_s: how long a request waits while no instance is up that can take it. (If its caller names instances,
@@ -33,8 +36,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     retries: Count = 3
     direct_below_tokens: Count = 0
     request_deadline_s: Seconds = 3600.0
-    connect_s: Seconds = 60.0
+    connect_s: Seconds | Literal["auto"] = "auto"
     settle_s: Seconds = 1.0
     absent_s: Seconds = 30.0
     handoff_s: Seconds = 10.0
     command_s: Seconds = 900.0
+
+    @property
+    def connect_limit_s(self) -> float:
+        """`connect_s` as a number."""
+        return _CONNECT_S if self.connect_s == "auto" else self.connect_s

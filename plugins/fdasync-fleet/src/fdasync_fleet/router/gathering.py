@@ -7,9 +7,10 @@ peers, no requests. Called by `router/router.py`.
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TYPE_CHECKING
 
-from fdasync.errors import DeadlineExceeded, PeerRefused
+from fdasync.errors import DeadlineExceeded, PeerRefused, PeerUnreachable
 from fdasync.ipc.deadlines import wait_within
 from fdasync_fleet.messages import Refused, difference
 
@@ -18,17 +19,21 @@ if TYPE_CHECKING:
     from typing import Any
 
     from fdasync_fleet.messages import Hello
-    from fdasync_fleet.router.config import Require
+    from fdasync_fleet.router.config import Require, RouterConfig
     from fdasync_fleet.router.instances import InstanceHandle
 
 
-async def gather(instances: Sequence[InstanceHandle], require: Require, connect_s: float, settle_s: float) -> None:
-    """Wait for the first instances of a router; see `Router.start`. Raises PeerRefused, DeadlineExceeded.
+async def gather(instances: Sequence[InstanceHandle], config: RouterConfig) -> None:
+    """Wait for the first instances of a router; see `Router.start`. Raises PeerRefused, PeerUnreachable,
+    DeadlineExceeded.
 
     One instance can serve alone: `InstanceTable.choose` has it serve requests whole until the others come.
     """
     loop = asyncio.get_running_loop()
+    require, connect_s = config.require, config.connect_limit_s
     until = loop.time() + connect_s
+    # when socket files that are missing are looked for once more; a time that was named is for instances that start
+    look_at = loop.time() + config.settle_s if config.connect_s == "auto" else math.inf
     settled = False
     calls: dict[InstanceHandle, asyncio.Task[None]] = {}
     try:
@@ -36,8 +41,12 @@ async def gather(instances: Sequence[InstanceHandle], require: Require, connect_
             if require == "all":
                 _raise_refusal(instances)
             elif not settled and any(each.peer.is_up for each in instances):
-                settled, until = True, min(until, loop.time() + settle_s)
-            left_s = until - loop.time()
+                settled, until = True, min(until, loop.time() + config.settle_s)
+            now = loop.time()
+            if now >= look_at:
+                look_at = math.inf
+                _raise_absent(instances, missing, require)
+            left_s = until - now
             if left_s <= 0:
                 break
             for instance in missing:
@@ -45,7 +54,7 @@ async def gather(instances: Sequence[InstanceHandle], require: Require, connect_
                     name = f"fdasync-call {instance.address}"
                     calls[instance] = loop.create_task(instance.peer.ready(left_s), name=name)
             waited = [calls[instance] for instance in missing]
-            await wait_within(waited, left_s, return_when=asyncio.FIRST_COMPLETED)
+            await wait_within(waited, min(left_s, look_at - now), return_when=asyncio.FIRST_COMPLETED)
     finally:
         for call in calls.values():
             call.cancel()
@@ -58,6 +67,14 @@ async def gather(instances: Sequence[InstanceHandle], require: Require, connect_
     if missing and (require == "all" or not up):
         what = f"connecting to {', '.join(instance.address for instance in missing)}"
         raise DeadlineExceeded(what + (f" (refused: {'; '.join(refused)})" if refused else ""), connect_s)
+
+
+def _raise_absent(instances: Sequence[InstanceHandle], missing: Sequence[InstanceHandle], require: Require) -> None:
+    """Raise PeerUnreachable where nobody can answer at addresses without which the router cannot start."""
+    absent = [each for each in missing if each.peer.is_absent]
+    if absent and (require == "all" or len(absent) == len(instances)):
+        names = ", ".join(each.address for each in absent)
+        raise PeerUnreachable(names, "there is no socket file: no instance listens there (`fdasync serve --listen`)")
 
 
 def _raise_refusal(instances: Sequence[InstanceHandle]) -> None:

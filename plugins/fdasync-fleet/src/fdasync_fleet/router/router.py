@@ -160,8 +160,9 @@ class Router(Generator):
 
         With `require="all"` every instance must answer within `connect_s` and fit the others.
 
-        Raises DeadlineExceeded, which names the silent instances, if none answers (or not all); PeerRefused if fewer
-        than half fit together (or not all); ConfigError for an address.
+        Raises DeadlineExceeded, which names the silent instances, if none answers (or not all); PeerUnreachable if
+        the socket files of these are missing (`RouterConfig.connect_s`); PeerRefused if fewer than half fit together
+        (or not all); ConfigError for an address.
         """
         self._loop = self._home = asyncio.get_running_loop()
         self._links = Links(self._wire or ZmqWire(keys=self._keys), self, self._link_config)
@@ -172,7 +173,7 @@ class Router(Generator):
         config = self.config
         try:
             instances = [self._dial(address) for address in self._addresses]
-            await gather(instances, config.require, config.connect_s, config.settle_s)
+            await gather(instances, config)
             for instance, refused in misfits(instances, config.require):
                 self._links.turn_away(instance.peer, refused)
                 self._links_changed(instance)
@@ -189,7 +190,7 @@ class Router(Generator):
     async def _ready(self, instance: InstanceHandle) -> None:
         """Wait until an instance is up, or was dropped for its weights."""
         try:
-            await instance.peer.ready(self.config.connect_s)
+            await instance.peer.ready(self.config.connect_limit_s)
         except PeerUnreachable:
             if instance.standing != "dropped":
                 raise

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fdasync.errors import BadInput, ProtocolError, SourceUnsupported
-from fdasync.request import MAX_SALT_CHARS, check_text, check_trace, checked_aux
+from fdasync.request import MAX_SALT_CHARS, check_text, check_trace, checked_aux, no_tokens
 from fdasync_fleet.messages import Message, Submit, decode, encode
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _token_bytes(prompt: Any) -> bytes:
     try:
         return array("i", values).tobytes()
     except (TypeError, OverflowError) as error:
-        raise BadInput("prompt", f"holds something that is no token id: {error}") from None
+        raise no_tokens(values, error) from None
 
 
 def _is_int(value: Any) -> bool:

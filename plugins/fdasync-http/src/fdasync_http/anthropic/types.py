@@ -64,7 +64,7 @@ class CountBody(Extras, frozen=True, kw_only=True):
     """Body of `/v1/messages/count_tokens`; see Anthropic's documentation.
 
     Attributes:
-        model: any name in SGLang's dialect; in vLLM's one of this server's.
+        model: any name in SGLang's dialect; in vLLM's one of this server's; see `unknown_models`.
         messages: the conversation; an assistant's message at its end is continued.
         system: text before it.
         tools: functions that the model may call.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from fdasync import Grammar
     from fdasync.request import GenerateOptions, LogprobKind
+    from fdasync_http.config import Dialect
     from fdasync_http.front import Front
     from fdasync_http.openai.types import CommonBody
 
@@ -121,15 +122,21 @@ def asks_for_stops(body: CommonBody) -> bool:
 
 def check_common(front: Front, body: CommonBody) -> None:
     """Raise Refused for a model that is not served, and for fields that contradict each other."""
-    facts = front.generator.facts()
-    names = ("", front.model, facts.model, facts.model_path)
-    # SGLang's server takes any name
-    if front.config.dialect == "vllm" and body.model not in names:
-        raise no_model(front, body.model)
+    check_model(front, body.model, front.config.dialect)
     if body.return_indexer_topk and body.stream:
         raise unserved("return_indexer_topk", "not in a stream; leave one of them out, or use /generate")
     if body.best_of not in (None, body.n):
         raise unserved("best_of", "ask for n")
+
+
+def check_model(front: Front, name: str, dialect: Dialect) -> None:
+    """Raise Refused (404) for the name of a model that is not served, where the settings or, by them, the dialect's
+    server refuse it; "": the request names none."""
+    if front.config.unknown_models == "serve" or (front.config.unknown_models == "auto" and dialect == "sglang"):
+        return
+    facts = front.generator.facts()
+    if name not in ("", front.model, facts.model, facts.model_path):
+        raise no_model(front, name)
 
 
 def no_model(front: Front, name: str) -> Refused:

@@ -57,7 +57,7 @@ class CommonBody(Extras, frozen=True, kw_only=True):
     """Fields that completions and chats share; see the documentation of OpenAI, of SGLang and of vLLM.
 
     Attributes:
-        model: any name in SGLang's dialect, as its server takes them; in vLLM's one of this server's.
+        model: any name in SGLang's dialect; in vLLM's one of this server's; see `unknown_models`.
         return_indexer_topk, no_stop_trim: SGLang's.
         include_stop_str_in_output: vLLM's.
         prompt_logprobs: vLLM's: how many alternatives beside each token of the prompt; None: no log-probs of it.

@@ -68,7 +68,7 @@ class ResponsesBody(Extras, frozen=True, kw_only=True):
     """Body of `/v1/responses`; see OpenAI's documentation. Nothing is kept of an answer.
 
     Attributes:
-        model: any name in SGLang's dialect; in vLLM's one of this server's.
+        model: any name in SGLang's dialect; in vLLM's one of this server's; see `unknown_models`.
         input: a user's text, or items: messages, function calls and their outputs, reasoning.
         instructions: a system message before it.
         max_output_tokens: the most new tokens; the context may leave fewer.

@@ -19,6 +19,7 @@ from fdasync_http.client_names import Names
 from fdasync_http.failures import Refused, numbered
 from fdasync_http.fields import Table, asked_by, engine, not_served
 from fdasync_http.grammars import field_of, grammar_of
+from fdasync_http.openai.asked import check_model
 from fdasync_http.openai.types import StreamOptions
 from fdasync_http.parts import MARK, assembled, event_with
 from fdasync_http.prompt_scores import finite, prompt_logprobs_of
@@ -80,8 +81,7 @@ class _Asked:
 
     def __init__(self, front: Front, body: GenerateBody, form: RowForm) -> None:
         facts = front.generator.facts()
-        if body.model not in (None, "", front.model, facts.model, facts.model_path):
-            raise Refused(404, f"there is no model {body.model!r}; this is {front.model!r}", param="model")
+        check_model(front, body.model or "", "vllm")
         sampling = body.sampling_params
         self.body = body
         self.names = Names(asked_by(type(body)), body, partial(field_of, sampling, "sampling_params."))

@@ -7,6 +7,7 @@ steps. Called by `opened_runner.py`, `grammar_process.py` and `execution/parts/l
 
 from __future__ import annotations
 
+import json
 import time
 from collections import OrderedDict
 from functools import partial
@@ -66,11 +67,12 @@ class Grammars:
             max_grammar_size=_GRAMMAR_SIZE,
             verbose_errors=False,
         )
+        text = ""
         try:
             text = tokenizer.read_text()
             self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
         except Exception as error:  # the library raises bare errors for every kind of bad file
-            raise CheckpointError(str(tokenizer), f"llguidance cannot read it: {error}") from error
+            raise CheckpointError(str(tokenizer), f"llguidance cannot read it: {_unreadable(text, error)}") from error
         self.ends = np.zeros(self.words, np.int32)
         for token in eos_ids:
             self.ends[token // _WORD_BITS] |= np.int32(np.uint32(1 << token % _WORD_BITS).view(np.int32))
@@ -109,6 +111,18 @@ class Grammars:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(packed)
         return inner
+
+
+def _unreadable(text: str, error: Exception) -> str:
+    """Why the library cannot read a tokenizer. Of a decoder that it does not know, the type's name: the library's own
+    words are the debug form of the decoder."""
+    words = _in_a_line(str(error))
+    if not words.startswith("can't determine decoder type"):
+        return words
+    decoder = json.loads(text).get("decoder")
+    kinds = [one["type"] for one in (decoder or {}).get("decoders", [decoder]) if one]
+    found = f"is {' + '.join(kinds)}" if kinds else "is missing"
+    return f"its decoder {found}; the decoders ByteLevel and ByteFallback are known"
 
 
 def _source(grammar: Grammar) -> str:

@@ -36,6 +36,7 @@ from fdasync_transformers.start.stored import keep_stored
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.kept.files import refuse_remade
 from fdasync_transformers.weights.mapping import place
+from fdasync_transformers.weights.quiet import no_warnings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.weights.names import Names
 
 
+@no_warnings()
 def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> ModelReport:
     """The report of a checkpoint folder. Blocks while it reads headers and builds the model without memory.
 

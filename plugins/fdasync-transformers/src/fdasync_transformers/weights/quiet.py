@@ -1,7 +1,11 @@
-"""Switches the library's progress bars off: a library must not write to the terminal, and they start a thread."""
+"""Keeps the library from writing to the terminal: its progress bars, which start a thread, and its warnings.
+
+Called by the modules that build, read and write models.
+"""
 
 from __future__ import annotations
 
+import logging as python_logging
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -21,3 +25,18 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if enabled:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    """Keep the library's warnings back for the block, in the whole process.
+
+    They speak of its own forward pass: of attention and kernels that an engine replaces.
+    """
+    logger = python_logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(python_logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.weights.shards import StoredTensor
     from fdasync_transformers.weights.ties import Settled
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("fdasync.transformers.weights")
 
 # drafts stay exact whatever the layers' weights, as each is verified
 MTP_LEFT = "no multi-token prediction tensors: these layers keep their weights, and fewer drafts may be accepted"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Role = Literal["mixed", "prefill", "decode"]
 State = Literal["loading", "ready", "draining", "ending", "ended"]
 
+_STDERR = 2
 _TAIL_LINES = 20
 _MAX_LINE_CHARS = 2000
 _READ_NBYTES = 1 << 16
@@ -55,6 +56,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         links: where it listens is there as well; "": at a socket in the fleet's folder.
+        shares_stderr: what it logs goes to this process's stderr; else to its own, a pipe.
         extra: further options, each word by itself, as `("--metrics-port", "0")`.
     """
 
@@ -62,6 +64,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     config: EngineConfig
     links: LinkOptions = LinkOptions()
+    shares_stderr: bool = False
     extra: tuple[str, ...] = ()
 
 
@@ -119,7 +122,7 @@ class Child:
             *("serve", "--config", _CONFIG, "--role", plan.role, "--listen", self.listens, "--name", plan.name),
             *("--parent", str(os.getpid()), *LINKS.arguments(plan.links), *plan.extra),
         ]
-        ready_fd, error_fd = self._start(arguments, msgspec.json.encode(plan.config))
+        ready_fd, error_fd = self._start(arguments, msgspec.json.encode(plan.config), plan.shares_stderr)
         self._fds = {ready_fd, error_fd}
         self.pid = self._process.pid
         self._error_fd = error_fd
@@ -137,7 +140,7 @@ class Child:
             os.set_blocking(fd, False)
             self._loop.add_reader(fd, read, fd)
 
-    def _start(self, arguments: list[str], config: bytes) -> tuple[int, int]:
+    def _start(self, arguments: list[str], config: bytes, shares_stderr: bool) -> tuple[int, int]:
         """Start the process; returns our ends of the pipes for its ready line and its stderr. Raises OSError, with
         nothing left open."""
         with ExitStack() as theirs, ExitStack() as ours:
@@ -154,9 +157,16 @@ class Child:
             os.lseek(config_fd, 0, os.SEEK_SET)
             ready_fd, ready_end = pipe()
             error_fd, error_end = pipe()
+            passed = [ready_end]
+            if shares_stderr:
+                # lines go straight there, whole: nothing in between reads and writes them again
+                log_end = os.dup(_STDERR)
+                theirs.callback(os.close, log_end)
+                passed.append(log_end)
+                arguments = [*arguments, "--log-fd", str(log_end)]
             self._process = subprocess.Popen(  # blocking: fork and exec, milliseconds, once
                 [sys.executable, "-P", "-c", _COMMAND, *arguments, "--ready-fd", str(ready_end)],
-                pass_fds=[ready_end],
+                pass_fds=passed,
                 stdin=config_fd,
                 stdout=subprocess.DEVNULL,
                 stderr=error_end,

@@ -38,13 +38,16 @@ _START_S = 10.0
 _ALONE = LinkOptions()
 
 
-def plans_for(config: EngineConfig, counts: dict[Role, int], links: LinkOptions = _ALONE) -> list[Plan]:
+def plans_for(
+    config: EngineConfig, counts: dict[Role, int], links: LinkOptions = _ALONE, *, shares_stderr: bool = False
+) -> list[Plan]:
     """So many instances of each role with this configuration; they share cores and memory, each has its own store, and
     its own GPUs where these are placed (`EngineConfig.gpus`).
 
     Args:
         links: of all; its `listen` is a tcp address for the first one, the others at the ports behind it; with port 0
             each takes a free one. "": at sockets in the fleet's folder.
+        shares_stderr: what they log goes to this process's stderr; else to a pipe, of which `Child.lines` are the last.
 
     Raises ConfigError where that cannot be.
     """
@@ -64,6 +67,7 @@ def plans_for(config: EngineConfig, counts: dict[Role, int], links: LinkOptions 
                 store_config=store_of_instance(config, name),
             ),
             links=msgspec.structs.replace(links, keys=keys, listen=_listen(links, number)),
+            shares_stderr=shares_stderr,
         )
         for number, (name, role) in enumerate(names)
     ]

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
 from fdasync.cli.common.fields import Address, Fields, File
+from fdasync.telemetry.logs import LogOptions
 
 Count = Annotated[int, Meta(ge=0, le=64)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -18,8 +18,8 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Descriptor = Annotated[int, Meta(ge=0)]
 
 
-class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How an instance meets others, and how it ends.
+class LinkOptions(LogOptions, frozen=True, kw_only=True):
+    """How an instance meets others, what it logs, and how it ends.
 
     Attributes:
         listen: tcp://HOST:PORT of the first instance, instead of sockets; the others listen at the ports behind it, or
@@ -60,6 +60,7 @@ class ServeOptions(LinkOptions, frozen=True, kw_only=True):
         json_log: append events as JSON lines; - is stderr.
         metrics_port: Prometheus on the loopback; 0: any free port.
         ready_fd: write one JSON line to this descriptor when ready.
+        log_fd: write the lines of --log-level to this descriptor in place of stderr.
         parent: end when this process, our parent, ends.
     """
 
@@ -71,6 +72,7 @@ class ServeOptions(LinkOptions, frozen=True, kw_only=True):
     json_log: Annotated[str, Meta(title="PATH")] = ""
     metrics_port: Port | None = None
     ready_fd: Descriptor | None = None
+    log_fd: Descriptor = 2
     parent: Annotated[int, Meta(ge=1)] | None = None
 
 
@@ -103,20 +105,23 @@ def missing_half(prefill: int, decode: int, mixed: int) -> str:
 
 
 _SECURE = ("host", "keys", "encrypt_blocks", "trusted_network", "transport")
+_LOGS = ("log_level", "log_json")
 SERVE = Fields(
     ServeOptions,
     groups={
         "Instance": ("role", "listen", "name", "drain_s", "json_log", "metrics_port", "ready_fd"),
         "Links": ("peers", "data_port", *_SECURE),
+        "Logs": _LOGS,
     },
     names={"peers": "--peer"},
-    hidden=("parent",),
+    hidden=("log_fd", "parent"),
 )
 UP = Fields(
     UpOptions,
     groups={
         "Instances": ("prefill", "decode", "mixed", "folder", "drain_s", "json_log", "restart"),
         "Links": ("listen", *_SECURE),
+        "Logs": _LOGS,
     },
 )
 LINKS = Fields(LinkOptions, leave=("listen",))
