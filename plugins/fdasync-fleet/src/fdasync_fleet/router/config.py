@@ -20,9 +20,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         direct_below_tokens: a decode instance prefills a prompt itself if it lacks fewer tokens of it than this.
         request_deadline_s: deadline of requests that name none.
         require: the instances for which `start` waits: "serving": the first that is up; "all": all of them.
-        connect_s: how long `start` waits at most. "auto": a minute; but if the socket files of ipc addresses are missing,
-            and no other instance can serve, it ends after `settle_s`. Name a time for instances that are about to
-            start.
+        connect_s: how long `start` waits at most. "auto": a minute; but if the socket files of ipc addresses are
+            missing, and no other instance can serve, it ends after `settle_s`. Name a time for instances that are about
+            to start.
         settle_s: with "serving": how long `start` waits for the other instances once the first is up. A running
             instance answers within that time.
         absent_s: how long a request waits while no instance is up that can take it. (If its caller names instances,
