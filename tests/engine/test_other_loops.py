@@ -25,6 +25,7 @@ async def read(engine: Engine) -> None:
 VERBS = {
     "generate": read,
     "complete": lambda engine: engine.complete([1, 2], PARAMS),
+    "complete_all": lambda engine: engine.complete_all([[1, 2]], PARAMS),
     "abort": lambda engine: engine.abort("name"),
     "abort_all": lambda engine: engine.abort_all(),
     "pause": lambda engine: engine.pause(),

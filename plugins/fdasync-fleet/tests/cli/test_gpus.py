@@ -44,7 +44,7 @@ def test_lists_are_read() -> None:
 
 def test_options_beat_the_file(tmp_path: Path) -> None:
     path = tmp_path / "engine.toml"
-    path.write_text('model = "a"\ntensor_parallel = 2\ngpus = [0, "GPU-ab"]\nshare_gpus = true\n')
+    path.write_text('model = "."\ntensor_parallel = 2\ngpus = [0, "GPU-ab"]\nshare_gpus = true\n')
     config = engine_config(options(config_path=path))
     assert (config.gpus, config.share_gpus) == ((0, "GPU-ab"), True)
     assert engine_config(options(config_path=path, gpus=("2,3",))).gpus == (2, 3)

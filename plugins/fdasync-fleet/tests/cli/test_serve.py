@@ -257,9 +257,9 @@ def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> No
 
 def test_options_beat_the_file(tmp_path: Path) -> None:
     path = tmp_path / "engine.toml"
-    path.write_text('model = "a"\nrole = "decode"\nmax_running = 8\nrunner_config = { dtype = "float32" }\n')
+    path.write_text('model = "."\nrole = "decode"\nmax_running = 8\nrunner_config = { dtype = "float32" }\n')
     config = engine_config(options(config_path=path, max_running=4, store="file:kv", num_threads=2))
-    assert (config.model, config.role, config.max_running) == ("a", "decode", 4)
+    assert (config.model, config.role, config.max_running) == (".", "decode", 4)
     assert config.runner_config == {"dtype": "float32", "num_threads": 2}
     assert (config.store, config.store_config) == ("file", {"path": "kv"})
     assert not config.store_required
@@ -270,16 +270,16 @@ def test_options_beat_the_file(tmp_path: Path) -> None:
 
 def test_the_number_of_ranks_comes_from_the_file_or_from_the_option(tmp_path: Path) -> None:
     path = tmp_path / "engine.toml"
-    path.write_text('model = "a"\ntensor_parallel = 2\n')
-    assert engine_config(options(model="a")).tensor_parallel == 1
+    path.write_text('model = "."\ntensor_parallel = 2\n')
+    assert engine_config(options(model=".")).tensor_parallel == 1
     assert engine_config(options(config_path=path)).tensor_parallel == 2
     assert engine_config(options(config_path=path, tensor_parallel=4)).tensor_parallel == 4
     with pytest.raises(BadInput, match="tensor_parallel"):
-        engine_config(options(model="a", tensor_parallel=9))
+        engine_config(options(model=".", tensor_parallel=9))
 
 
 def test_slices_of_sums_come_from_the_option_and_need_fixed_numerics() -> None:
-    sliced = {"model": "a", "numerics": "fixed", "sum_slices": 4, "tensor_parallel": 2}
+    sliced = {"model": ".", "numerics": "fixed", "sum_slices": 4, "tensor_parallel": 2}
     assert engine_config(options(**sliced)).sum_slices == 4
     for change in ({"sum_slices": 3}, {"numerics": "default"}, {"sum_slices": None}):
         with pytest.raises(BadInput, match="sum_slices"):
@@ -288,16 +288,16 @@ def test_slices_of_sums_come_from_the_option_and_need_fixed_numerics() -> None:
 
 def test_numerics_come_from_the_file_or_from_the_option(tmp_path: Path) -> None:
     path = tmp_path / "engine.toml"
-    path.write_text('model = "a"\nnumerics = "fixed"\n')
-    assert engine_config(options(model="a")).numerics == "default"
-    assert engine_config(options(model="a", numerics="fixed")).numerics == "fixed"
+    path.write_text('model = "."\nnumerics = "fixed"\n')
+    assert engine_config(options(model=".")).numerics == "default"
+    assert engine_config(options(model=".", numerics="fixed")).numerics == "fixed"
     assert engine_config(options(config_path=path)).numerics == "fixed"
     assert engine_config(options(config_path=path, numerics="default")).numerics == "default"
 
 
 def test_a_policy_is_named_with_its_settings(tmp_path: Path) -> None:
     path = tmp_path / "engine.toml"
-    path.write_text('model = "a"\npolicy = "shortest-prompt-first"\npolicy_config = { ageing_s_per_token = 0.5 }\n')
+    path.write_text('model = "."\npolicy = "shortest-prompt-first"\npolicy_config = { ageing_s_per_token = 0.5 }\n')
     for text, name, config in (
         (None, "shortest-prompt-first", {"ageing_s_per_token": 0.5}),
         ("arrival", "arrival", {}),
@@ -314,8 +314,8 @@ def test_a_policy_is_named_with_its_settings(tmp_path: Path) -> None:
 
 def test_a_drafter_is_named_with_its_settings(tmp_path: Path) -> None:
     path = tmp_path / "engine.toml"
-    path.write_text('model = "a"\n[speculation]\nmax_tokens = 5\nbudget = false\n')
-    plain = options(model="a")
+    path.write_text('model = "."\n[speculation]\nmax_tokens = 5\nbudget = false\n')
+    plain = options(model=".")
     assert engine_config(dict(plain)).speculation is None
     assert engine_config(options(config_path=path)).speculation == Speculation(max_tokens=5, budget=False)
     made = engine_config(options(config_path=path, drafter="ngram:keep_s=600", draft_tokens=2)).speculation

@@ -215,7 +215,7 @@ def test_each_process_has_a_certificate_of_its_own():
 
 def test_without_the_package_that_makes_certificates_the_way_out_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(ConfigError, match=r"encrypt_blocks.*cryptography.*fdasync-fleet\[tls\]"):
+    with pytest.raises(ConfigError, match=r"encrypt_blocks.*cryptography.*pip install"):
         TcpTransport(tls=True)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fdasync_transformers.runner import TransformersRunner
     from fdasync_transformers.start.runner_config import TransformersConfig
+    from fdasync_transformers.tiny.speaking import make_speaking_checkpoint, speaking_source
     from fdasync_transformers.tokenizer import load_tokenizer
     from fdasync_transformers.weights.deltas.delta import write_delta
     from fdasync_transformers.weights.groups.sending import WeightsSender
@@ -22,7 +23,9 @@ _HOME = {
     "WeightsSender": "weights.groups.sending",
     "load_tokenizer": "tokenizer",
     "make_random_checkpoint": "weights.random_checkpoints",
+    "make_speaking_checkpoint": "tiny.speaking",
     "named_tensors": "weights.named",
+    "speaking_source": "tiny.speaking",
     "weights_fingerprint": "weights.named",
     "write_delta": "weights.deltas.delta",
 }
@@ -33,7 +36,9 @@ __all__ = [
     "WeightsSender",
     "load_tokenizer",
     "make_random_checkpoint",
+    "make_speaking_checkpoint",
     "named_tensors",
+    "speaking_source",
     "weights_fingerprint",
     "write_delta",
 ]

@@ -79,7 +79,7 @@ def test_a_seed_means_the_same_bytes_and_another_seed_others(tmp_path: Path) -> 
 
 
 def test_a_run_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_folder: Path) -> None:
+    def fail(_folder: Path, **_options: str) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(random_checkpoints, "write_tokenizer", fail)

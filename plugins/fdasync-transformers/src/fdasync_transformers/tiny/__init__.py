@@ -1,1 +1,1 @@
-"""Tiny random checkpoints of every model family that the library knows, for tests, examples and benchmarks."""
+"""Small checkpoints for tests, examples and benchmarks: random ones of all families, and one that speaks."""

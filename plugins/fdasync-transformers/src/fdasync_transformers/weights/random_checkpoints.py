@@ -1,9 +1,9 @@
 """Makes small random checkpoints that look like real ones, for tests, examples and benchmarks.
 
 A folder is like one of the hub: config.json, generation_config.json, sharded safetensors in the family's own disk
-layout, and a byte-level tokenizer. The weights are noise of a width at which greedy output wanders instead of looping
-and every router uses many experts, so that a wrong block, row or position changes the tokens. Knows nothing of engines.
-Called by tests, examples and benchmarks.
+layout, and a byte-level tokenizer with a chat template. The weights are noise of a width at which greedy output wanders
+instead of looping and every router uses many experts, so that a wrong block, row or position changes the tokens. Knows
+nothing of engines. Called by tests, examples and benchmarks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +24,16 @@ from fdasync_transformers.weights.quiet import no_progress_bars
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterator
 
 EOS_ID = 256
 PAD_ID = 259
 VOCAB_SIZE = 272
+# roles, as many models write them, around bytes
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 MAX_SHARD_BYTES = {"tiny": 100_000, "small": 1_000_000, "medium": 50_000_000, "deep": 100_000_000}
 
@@ -85,6 +92,21 @@ def make_random_checkpoint(
         raise BadInput("size", f"{size!r} is not known", limit=", ".join(SIZES))
     if not 0.0 < std < 100.0:
         raise BadInput("std", f"{std!r} is out of range", limit="above 0, below 100")
+    with whole_folder(folder) as partial:
+        model = _random_model(family, SIZES[size], seed, std)
+        with no_progress_bars():
+            model.save_pretrained(partial, max_shard_size=MAX_SHARD_BYTES[size])
+        write_tokenizer(partial, chat_template=CHAT_TEMPLATE)
+    return Path(folder).absolute()
+
+
+@contextmanager
+def whole_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """The place to write: beside the folder, under a hidden name that is renamed at the end of the block.
+
+    A block that fails leaves nothing, a killed one at most the hidden folder. Raises BadInput for a folder that is
+    taken: one that exists and is not empty.
+    """
     target = Path(folder).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BadInput("folder", f"{target} exists and is not an empty folder")
@@ -92,15 +114,11 @@ def make_random_checkpoint(
     partial = target.parent / f".{target.name}.{uuid.uuid4().hex}.partial"
     partial.mkdir()
     try:
-        model = _random_model(family, SIZES[size], seed, std)
-        with no_progress_bars():
-            model.save_pretrained(partial, max_shard_size=MAX_SHARD_BYTES[size])
-        write_tokenizer(partial)
+        yield partial
         partial.rename(target)  # replaces an empty folder, fails on any other
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return target
 
 
 def _random_model(family: str, size: _Size, seed: int, std: float) -> Any:
@@ -181,8 +199,8 @@ def _byte_alphabet() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(rest)) for byte in range(256)]
 
 
-def write_tokenizer(folder: Path) -> None:
-    """One token per byte, id = byte; then special tokens up to the model's vocabulary."""
+def write_tokenizer(folder: Path, *, chat_template: str = "") -> None:
+    """One token per byte, id = byte; then special tokens up to the model's vocabulary. "": it has no chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {char: byte for byte, char in enumerate(_byte_alphabet())}
@@ -196,6 +214,7 @@ def write_tokenizer(folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": _SPECIAL[EOS_ID - 256],
         "pad_token": _SPECIAL[PAD_ID - 256],
+        **({"chat_template": chat_template} if chat_template else {}),
         "clean_up_tokenization_spaces": False,
         "model_max_length": 4096,
     }

@@ -25,12 +25,13 @@ _DEMO = Fields(
 @click.command()
 @_DEMO
 def demo(**options: Any) -> None:
-    """Serve requests from a real checkpoint, then check every token and routing row.
+    """Let a real checkpoint answer chats and requests, then check every token and routing row.
 
-    Serves requests of mixed lengths, half of them with shared prefixes, some as groups of samples of one prompt. The
-    engine runs in this process and the model in a worker, or prefill and decode instances serve (--pd). Then the
-    library's own plain forward pass runs over the same tokens, and greedy tokens and the experts of every position and
-    layer are compared. Exit code 0: all equal. 1: something differs. 2: the demo could not run.
+    Three chats show their answers while they grow, and a map shows which experts computed one of them. Then requests of
+    mixed lengths are served, half of them with shared prefixes, some as groups of samples of one prompt. The engine
+    runs in this process and the model in a worker, or prefill and decode instances serve (--pd). At last the library's
+    own plain forward pass runs over the same tokens, and greedy tokens and the experts of every position and layer are
+    compared. Exit code 0: all equal. 1: something differs. 2: the demo could not run.
     """
     from fdasync_fleet.cli.demo.run import run_demo
 

@@ -7,6 +7,7 @@ an embedder does. Called by `run.py`.
 from __future__ import annotations
 
 import time
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,6 +17,7 @@ from fdasync.cli.common.options import parse_policy
 from fdasync.engine.config import EngineConfig
 from fdasync.engine.engine import Engine
 from fdasync.errors import BadInput
+from fdasync_fleet.cli.demo.chats import play_chats
 from fdasync_fleet.cli.demo.pd import parse_pd, serve_apart
 from fdasync_fleet.cli.demo.workload import (
     GROUP_SAMPLES,
@@ -28,11 +30,13 @@ from fdasync_fleet.cli.demo.workload import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from rich.console import Console
 
     from fdasync.cache.store.base import Store
+    from fdasync_fleet.cli.demo.chats import Chat
 
 _STORE_BLOCK_TOKENS = 16
 
@@ -45,9 +49,12 @@ class _Kept(MemoryStore):
 
 
 async def serve_all(
-    options: DemoOptions, model: Path, store: tuple[str, dict[str, Any]] | None, console: Console
+    options: DemoOptions, model: Path, store: tuple[str, dict[str, Any]] | None, chats: Sequence[Chat], console: Console
 ) -> list[Served]:
-    """Serve the workload; with a store a second time. Raises BadInput for options that do not go together."""
+    """Serve chats and the workload; with a store the workload a second time.
+
+    Raises BadInput for options that do not go together.
+    """
     counts = parse_pd(options.pd)
     policy = parse_policy(options.policy)
     config = _config(options, model, store)
@@ -58,11 +65,12 @@ async def serve_all(
             raise BadInput("--inline", "does not go with --pd: instances are processes of their own")
         if config.store == "memory":
             raise BadInput("--store", "memory ends with the instances that filled it", limit="file:DIR with --pd")
-        return [await serve_apart(options, config, counts, console, life) for life in range(2 if config.store else 1)]
+        lives = range(2 if config.store else 1)
+        return [await serve_apart(options, config, counts, console, life, () if life else chats) for life in lives]
     if store is None:
-        return [await serve(options, config, console)]
+        return [await serve(options, config, console, chats=chats)]
     kept = _Kept(msgspec.convert(config.store_config, MemoryConfig)) if config.store == "memory" else None
-    return [await serve(options, config, console, kept, life) for life in range(2)]
+    return [await serve(options, config, console, kept, life, () if life else chats) for life in range(2)]
 
 
 def _config(options: DemoOptions, model: Path, store: tuple[str, dict[str, Any]] | None) -> EngineConfig:
@@ -86,25 +94,33 @@ def _config(options: DemoOptions, model: Path, store: tuple[str, dict[str, Any]]
 
 
 async def serve(
-    options: DemoOptions, config: EngineConfig, console: Console, kept: Store | None = None, life: int = 0
+    options: DemoOptions,
+    config: EngineConfig,
+    console: Console,
+    kept: Store | None = None,
+    life: int = 0,
+    chats: Sequence[Chat] = (),
 ) -> Served:
-    """Serve the workload by one engine in this process."""
+    """Serve chats and the workload by one engine in this process."""
     started = time.perf_counter()
-    # auto_refresh would start a thread, and this is an engine's process
-    with progress_on(console) as progress:
-        loading = progress.add_task("loading", total=1, note="")
-        async with Engine(config, store=kept) as engine:
+    async with AsyncExitStack() as stack:
+        with progress_on(console) as progress:
+            loading = progress.add_task("loading", total=1, note="")
+            progress.refresh()
+            engine = await stack.enter_async_context(Engine(config, store=kept))
             capacity = engine.capacity
             progress.update(loading, completed=1, note=f"{capacity.num_blocks} KV blocks")
-            progress.refresh()
-            start_s = time.perf_counter() - started
-            jobs = make_jobs(options, capacity)
-            probes = await probe(engine, jobs) if life else []
+        start_s = time.perf_counter() - started
+        answers = await play_chats(engine, chats, console) if chats else []
+        jobs = make_jobs(options, capacity)
+        probes = await probe(engine, jobs) if life else []
+        with progress_on(console) as progress:
             results, serve_s = await play(engine, jobs, options.concurrency, progress)
             stats = engine.stats()
             return Served(
-                jobs=jobs,
-                results=results,
+                jobs=[*(chat.job for chat in chats), *jobs],
+                results=[*answers, *results],
+                chats=len(chats),
                 room=capacity,
                 totals=stats.scheduler,
                 serve_s=serve_s,

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from fdasync.errors import BadInput, DeadlineExceeded
 from fdasync.stats import summed
+from fdasync_fleet.cli.demo.chats import play_chats
 from fdasync_fleet.cli.demo.workload import (
     REFRESH_S,
     DemoOptions,
@@ -29,11 +31,14 @@ from fdasync_fleet.router.config import RouterConfig
 from fdasync_fleet.router.router import Router, connect
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
     from fdasync.engine.config import EngineConfig
     from fdasync.runner.facts import Facts
     from fdasync.stats import SchedulerStats
+    from fdasync_fleet.cli.demo.chats import Chat
 
 _MAX_INSTANCES = 16
 # instances send their status twice a second
@@ -52,29 +57,43 @@ def parse_pd(text: str) -> tuple[int, int] | None:
 
 
 async def serve_apart(
-    options: DemoOptions, config: EngineConfig, counts: tuple[int, int], console: Console, life: int
+    options: DemoOptions,
+    config: EngineConfig,
+    counts: tuple[int, int],
+    console: Console,
+    life: int,
+    chats: Sequence[Chat] = (),
 ) -> Served:
-    """Serve the workload by instances in processes of their own."""
+    """Serve chats and the workload by instances in processes of their own."""
     started = time.perf_counter()
     plans = plans_for(config, {"prefill": counts[0], "decode": counts[1]})
-    with progress_on(console) as progress:
-        loading = progress.add_task("loading", total=1, note=f"{len(plans)} instances")
-        progress.refresh()
-        fleet = LocalFleet(plans)
-        async with fleet, connect(fleet.addresses, RouterConfig(require="all")) as router:
-            room = _room(router)
-            progress.update(loading, completed=1, note=f"{counts[0]} prefill, {counts[1]} decode")
+    async with AsyncExitStack() as stack:
+        with progress_on(console) as progress:
+            loading = progress.add_task("loading", total=1, note=f"{len(plans)} instances")
             progress.refresh()
-            start_s = time.perf_counter() - started
-            jobs = make_jobs(options, room)
-            probes = await fleet.while_alive(probe(router, jobs)) if life else []
+            fleet = await stack.enter_async_context(LocalFleet(plans))
+            router = await stack.enter_async_context(connect(fleet.addresses, RouterConfig(require="all")))
+            progress.update(loading, completed=1, note=f"{counts[0]} prefill, {counts[1]} decode")
+        room = _room(router)
+        start_s = time.perf_counter() - started
+        answers = await fleet.while_alive(play_chats(router, chats, console)) if chats else []
+        jobs = make_jobs(options, room)
+        probes = await fleet.while_alive(probe(router, jobs)) if life else []
+        with progress_on(console) as progress:
             playing = play(router, jobs, options.concurrency, progress)
             results, serve_s = await fleet.while_alive(playing)
-            totals, moved = await fleet.while_alive(totals_of(router, counts))
-            return Served(
-                jobs=jobs, results=results, room=room, totals=totals, serve_s=serve_s, start_s=start_s, probes=probes,
-                moved=moved,
-            )  # fmt: skip
+        totals, moved = await fleet.while_alive(totals_of(router, counts))
+        return Served(
+            jobs=[*(chat.job for chat in chats), *jobs],
+            results=[*answers, *results],
+            chats=len(chats),
+            room=room,
+            totals=totals,
+            serve_s=serve_s,
+            start_s=start_s,
+            probes=probes,
+            moved=moved,
+        )
 
 
 def _room(router: Router) -> Facts:

@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 def figures_of(served: Served, report: Any) -> dict[str, Any]:
     samples = [sample for result in served.results for sample in result.samples]
     tokens = sum(len(sample.token_ids) for sample in samples)
-    ttft = [result.ttft_s * 1e3 for result in served.results if result.ttft_s is not None]
+    # chats are checked; what is timed is the workload
+    timed = served.results[served.chats :]
+    timed_tokens = sum(len(sample.token_ids) for result in timed for sample in result.samples)
+    ttft = [result.ttft_s * 1e3 for result in timed if result.ttft_s is not None]
     tpot = [
         (result.total_s - result.ttft_s) * 1e3 / (longest - 1)
-        for result in served.results
+        for result in timed
         if result.ttft_s is not None and (longest := max(len(sample.token_ids) for sample in result.samples)) > 1
     ]
     totals = served.totals
@@ -50,8 +53,8 @@ def figures_of(served: Served, report: Any) -> dict[str, Any]:
         "throughput": {
             "start_s": round(served.start_s, 3),
             "serve_s": round(served.serve_s, 3),
-            "requests_per_s": round(len(served.results) / served.serve_s, 2),
-            "tokens_per_s": round(tokens / served.serve_s, 1),
+            "requests_per_s": round(len(timed) / served.serve_s, 2),
+            "tokens_per_s": round(timed_tokens / served.serve_s, 1),
             "ttft_ms_p50": round(_percentile(ttft, 50), 2),
             "ttft_ms_p99": round(_percentile(ttft, 99), 2),
             "tpot_ms_p50": round(_percentile(tpot, 50), 2),

@@ -1,4 +1,4 @@
-"""`fdasync demo`: serves a real checkpoint, checks every token and row, shows the figures.
+"""`fdasync demo`: serves chats and a workload from a real checkpoint, checks every token and row, shows the figures.
 
 With `--store` everything is served twice, the second time by a fresh engine on the same store: blocks that come back
 from the store are checked like the others. With `--pd` prefill and decode instances serve, in processes of their own.
@@ -8,9 +8,7 @@ Uses only public names, also of the transformers and trainer plugins. Called by 
 from __future__ import annotations
 
 import json
-import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -18,12 +16,16 @@ from rich.progress import Progress
 
 from fdasync.cli.common.options import parse_policy, parse_store
 from fdasync.errors import PluginError
+from fdasync_fleet.cli.demo.chats import make_chats, show_experts
+from fdasync_fleet.cli.demo.checkpoint import choose
 from fdasync_fleet.cli.demo.one_engine import serve_all
 from fdasync_fleet.cli.demo.pd import parse_pd
 from fdasync_fleet.cli.demo.report import figures_of, finished, pd_figures, show, store_figures
 from fdasync_fleet.cli.demo.workload import COLUMNS, REFRESH_S, DemoOptions, Served
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
 
@@ -35,18 +37,13 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     store = parse_store(options.store)
     parse_pd(options.pd)
     parse_policy(options.policy)
-    if options.model is None:
-        # with a small model computing is faster than reading the store, which would never be read
-        size = "medium" if options.store else "small"
-        model = cache_folder() / f"demo-qwen3-moe-{size}-v1"
-        made = not model.exists()
-        console.print(f"{'making' if made else 'using'} a {size} random Qwen3-MoE checkpoint in {model}")
-        if made:
-            transformers.make_random_checkpoint(model, "qwen3_moe", size=size)
-    else:
-        model = options.model
-    lives = uvloop.run(serve_all(options, model, store, console))
+    options, model = choose(options, transformers, console)
+    tokenizer = transformers.load_tokenizer(str(model))
+    chats = make_chats(tokenizer, console)
+    lives = uvloop.run(serve_all(options, model, store, chats, console))
     served = lives[0]
+    if chats:
+        show_experts(tokenizer, served.results[0], console)
     report = _verify(trainer, model, lives, console)
     figures = figures_of(served, report)
     if options.store is not None:
@@ -67,11 +64,6 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     equal = "everything equals the reference" + (f", but for {ties} within rounding of a tie" if ties else "")
     console.print(f"[green]{equal}[/]" if good else "[red]something differs[/]")
     return 0 if good else 1
-
-
-def cache_folder() -> Path:
-    """Where the demo keeps its checkpoint: `$XDG_CACHE_HOME/fdasync`, or `~/.cache/fdasync`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fdasync"
 
 
 def _verify(trainer: Any, model: Path, lives: list[Served], console: Console) -> Any:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from fdasync.generator import Generator
 
+_REQUESTS = 64
+_TOKENS = 64
 _MIN_PROMPT_TOKENS = 4
 # prompts are up to four times as long as outputs, and beside short outputs up to this long
 _LONGEST_PROMPT_TOKENS = 64
@@ -43,10 +45,11 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What `fdasync demo` does.
 
     Attributes:
-        model: Hugging Face MoE checkpoint folder; without it a small random Qwen3-MoE is made, once, in a cache folder.
-        requests: requests to serve.
+        model: Hugging Face MoE checkpoint folder; without it SmolLM2-135M-Instruct with experts is made, once, in a
+            cache folder, or a small random Qwen3-MoE where the package of SmolLM2 is not installed.
+        requests: requests to serve beside the chats; by default 64, or 12 with SmolLM2.
         concurrency: requests in flight at a time.
-        max_tokens: longest output.
+        max_tokens: longest output of these; by default 64, or 16 with SmolLM2.
         depth: steps in flight; 2 overlaps.
         numerics: as of `fdasync serve`.
         seed: of the prompts and of sampling.
@@ -60,9 +63,9 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: Path | None = None
-    requests: Annotated[int, Meta(ge=1, le=100_000)] = 64
+    requests: Annotated[int, Meta(ge=1, le=100_000)] | None = None
     concurrency: Annotated[int, Meta(ge=1, le=4096)] = 32
-    max_tokens: Annotated[int, Meta(ge=1, le=100_000)] = 64
+    max_tokens: Annotated[int, Meta(ge=1, le=100_000)] | None = None
     depth: Annotated[int, Meta(ge=1, le=2)] = 2
     numerics: Numerics = "default"
     seed: Annotated[int, Meta(ge=0)] = 0
@@ -115,11 +118,12 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of serving the workload once.
 
     Attributes:
-        jobs: the workload.
+        jobs: the chats, then the workload.
         results: one for each job, in its order.
         room: the sizes that the workload had to fit into.
         totals: counters of the engines.
-        serve_s: from the first request to the last result.
+        chats: how many of the jobs are chats.
+        serve_s: from the first request of the workload to its last result.
         start_s: until engines or instances were ready.
         probes: of the second time, with a store.
         moved: traffic between instances; None without them.
@@ -135,6 +139,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float
     probes: list[Probe] = []
     moved: Moved | None = None
+    chats: int = 0
     refused: int = 0
     refused_why: str = ""
 
@@ -143,8 +148,9 @@ def make_jobs(options: DemoOptions, room: Facts) -> list[Job]:
     """Mixed lengths; every second request begins with one of four shared prefixes; some are groups of samples."""
     rng = random.Random(options.seed)
     longest_context = min(room.max_context_tokens, room.num_blocks * room.block_tokens)
-    output = min(options.max_tokens, longest_context // 4)
-    longest = min(max(4 * options.max_tokens, _LONGEST_PROMPT_TOKENS), longest_context - output - 1)
+    most = options.max_tokens or _TOKENS
+    output = min(most, longest_context // 4)
+    longest = min(max(4 * most, _LONGEST_PROMPT_TOKENS), longest_context - output - 1)
     if output < 1 or longest <= _MIN_PROMPT_TOKENS:
         raise BadInput("model", f"a context of {longest_context} tokens is too short for the demo")
     low, high = min(16, room.vocab_size - 1), min(room.vocab_size, 256)
@@ -154,7 +160,7 @@ def make_jobs(options: DemoOptions, room: Facts) -> list[Job]:
 
     prefixes = [text(rng.randint(longest // 4, longest // 2)) for _ in range(4)]
     jobs = []
-    for number in range(options.requests):
+    for number in range(options.requests or _REQUESTS):
         own = rng.randint(_MIN_PROMPT_TOKENS, max(longest // 2, _MIN_PROMPT_TOKENS))
         prompt = (prefixes[number // 2 % 4] if number % 2 else ()) + text(own)
         count = rng.randint(max(1, output // 4), output)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from fdasync_transformers.start.checkpoint_folder import checkpoint_folder
+from fdasync_transformers.model.checkpoint_folder import checkpoint_folder
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from huggingface_hub import constants
 
