@@ -42,7 +42,9 @@ def test_a_wheel_has_all_files_of_its_package_and_all_entry_points(wheels: dict[
     assert len(wheels) == len(pyprojects()) > 8
     for pyproject in pyprojects():
         project = tomllib.loads(pyproject.read_text())["project"]
-        assert project["classifiers"] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+        if project["name"] != "fdasync-example":  # a page shows all of that one
+            whole = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+            assert project["classifiers"] == whole["classifiers"]
         with zipfile.ZipFile(wheels[project["name"]]) as wheel:
             names = set(wheel.namelist())
             (info,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}

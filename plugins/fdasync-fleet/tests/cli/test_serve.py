@@ -265,7 +265,7 @@ def test_options_beat_the_file(tmp_path: Path) -> None:
     assert not config.store_required
     assert engine_config(options(config_path=path, store="file:kv", store_required=True)).store_required
     assert engine_config(options(config_path=path), "prefill").role == "prefill"
-    assert engine_config(options(model="b", dtype="bfloat16")).role == "mixed"
+    assert engine_config(options(model="..", dtype="bfloat16")).role == "mixed"
 
 
 def test_the_number_of_ranks_comes_from_the_file_or_from_the_option(tmp_path: Path) -> None:
