@@ -299,7 +299,7 @@ def test_pages_are_short() -> None:
     tour = TOUR.read_text().splitlines()
     assert len(tour) <= 200
     assert [line for line in tour if len(line) > 100] == []
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
     assert len((ROOT / "CHANGELOG.md").read_bytes()) <= 8 << 10
     assert len(FIGURES.read_bytes()) <= 25 << 10
 

@@ -24,18 +24,17 @@ def run(arguments: list[str], cwd: Path) -> str:
     return done.stdout
 
 
-def snippets() -> tuple[str, str]:
-    first, second = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    return first, second
+def snippet(page: str, word: str) -> str:
+    """The first one of a page that has this word."""
+    found = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return next(one for one in found if word in one)
 
 
 @pytest.mark.nightly
 def test_tiers_and_weights_run_as_written(tmp_path: Path) -> None:
     make_random_checkpoint(tmp_path / "checkpoint", size="tiny")
     call = "import asyncio\nasyncio.run(step(list(range(20, 90)), 17))\n"
-    page = (ROOT / "docs/embed.md").read_text()
-    (snippet,) = [one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "PrometheusTap" in one]
-    (tmp_path / "tiers.py").write_text(snippet + call)
+    (tmp_path / "tiers.py").write_text(snippet("docs/embed.md", "PrometheusTap") + call)
     out = run(["tiers.py"], tmp_path)
     assert out.startswith("0 0 0\n")
     assert "fdasync_weight_version" in out
@@ -45,7 +44,7 @@ def test_tiers_and_weights_run_as_written(tmp_path: Path) -> None:
 @pytest.mark.ci
 def test_the_ten_lines_run_as_written(tmp_path: Path) -> None:
     make_random_checkpoint(tmp_path / "checkpoint", size="tiny")
-    (tmp_path / "ten_lines.py").write_text(snippets()[0])
+    (tmp_path / "ten_lines.py").write_text(snippet("README.md", "Engine"))
     out = run(["ten_lines.py"], tmp_path)
     shapes = re.findall(r"\((\d+), 2, 2\)$", out, re.MULTILINE)
     assert len(shapes) == 4, out
@@ -54,9 +53,9 @@ def test_the_ten_lines_run_as_written(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 def test_a_router_answers_as_written(tmp_path: Path) -> None:
-    (line,) = re.findall(r"^fdasync (up .*?)  +#", (ROOT / "README.md").read_text(), re.MULTILINE)
+    (line,) = re.findall(r"^fdasync (up .*?)  +#", (ROOT / "docs/prefill-decode.md").read_text(), re.MULTILINE)
     config = config_file(tmp_path, {"vocab_size": 256})
-    (tmp_path / "apart.py").write_text(snippets()[1])
+    (tmp_path / "apart.py").write_text(snippet("docs/prefill-decode.md", "ipc://run"))
     with command(tmp_path, *line.replace("--model checkpoint", f"--config {config}").split(), cwd=tmp_path) as running:
         running.until("ready; connect with")
         out = run(["apart.py"], tmp_path)

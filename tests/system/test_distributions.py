@@ -97,11 +97,14 @@ def editable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Path:
-    """A folder outside the checkout: README's lines, and a line with a wrong name."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 3
-    for number, block in enumerate(blocks):
-        (tmp_path / f"readme_{number}.py").write_text(block)
+    """A folder outside the checkout: lines of README and of pages behind it, and a line with a wrong name."""
+    pages = {"README.md": 1, "docs/embed.md": 2, "docs/prefill-decode.md": 2}
+    for page, count in pages.items():
+        # whole programs: other blocks of these pages name what a reader has
+        blocks = re.findall(r"```python\n((?:import|from) .*?)```", (ROOT / page).read_text(), re.DOTALL)
+        assert len(blocks) == count, page
+        for number, block in enumerate(blocks):
+            (tmp_path / f"{Path(page).stem.replace('-', '_')}_{number}.py").write_text(block)
     (tmp_path / "wrong.py").write_text("from fdasync import EngineConfig\n\nEngineConfig(max_runing=3)\n")
     return tmp_path
 

@@ -35,15 +35,17 @@ def choose(options: DemoOptions, transformers: Any, console: Console) -> tuple[D
         size = "medium" if options.store else "small"
         model = cache_folder() / f"demo-qwen3-moe-{size}-v2"
         made = not model.exists()
-        console.print(f"{'making' if made else 'using'} a {size} random Qwen3-MoE checkpoint in {model}")
+        console.print(f"{'making' if made else 'using'} a {size} random Qwen3-MoE checkpoint in {_told(model)}")
         if made:
             transformers.make_random_checkpoint(model, "qwen3_moe", size=size)
         return options, model
     model = cache_folder() / "demo-smollm2-4-experts-v1"
     if model.exists():
-        console.print(f"using SmolLM2-135M-Instruct with 4 experts a layer, in {model}")
+        console.print(f"using SmolLM2-135M-Instruct with 4 experts a layer, in {_told(model)}")
     else:
-        console.print(f"making SmolLM2-135M-Instruct with 4 experts a layer, once, in {model}: 750 MB, half a minute")
+        console.print(
+            f"making SmolLM2-135M-Instruct with 4 experts a layer, once, in {_told(model)}: 750 MB, half a minute"
+        )
         transformers.make_speaking_checkpoint(model)
     requests, max_tokens = options.requests or _SPEAKING_REQUESTS, options.max_tokens or _SPEAKING_TOKENS
     return msgspec.structs.replace(options, requests=requests, max_tokens=max_tokens), model
@@ -52,3 +54,8 @@ def choose(options: DemoOptions, transformers: Any, console: Console) -> tuple[D
 def cache_folder() -> Path:
     """Where the demo keeps its checkpoints: `$XDG_CACHE_HOME/fdasync`, or `~/.cache/fdasync`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fdasync"
+
+
+def _told(path: Path) -> str:
+    """A path as people write it."""
+    return f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path)

@@ -12,12 +12,14 @@ from rich.console import Console
 from fdasync.cli.common.fields import Fields
 from fdasync_fleet.cli.demo.workload import DemoOptions
 
+_PICTURE_COLUMNS = 96
 _DEMO = Fields(
     DemoOptions,
-    names={"json_path": "--json"},
+    names={"json_path": "--json", "svg_path": "--svg"},
     types={
         "model": click.Path(exists=True, file_okay=False, path_type=Path),
         "json_path": click.Path(dir_okay=False, path_type=Path),
+        "svg_path": click.Path(dir_okay=False, path_type=Path),
     },
 )
 
@@ -35,4 +37,11 @@ def demo(**options: Any) -> None:
     """
     from fdasync_fleet.cli.demo.run import run_demo
 
-    sys.exit(run_demo(_DEMO.take(options), Console()))
+    asked = _DEMO.take(options)
+    if asked.svg_path is None:
+        sys.exit(run_demo(asked, Console()))
+    # frames of a live display would all be recorded; without a terminal it prints its last one
+    console = Console(record=True, force_terminal=False, width=_PICTURE_COLUMNS)
+    code = run_demo(asked, console)
+    console.save_svg(str(asked.svg_path), title="fdasync demo")
+    sys.exit(code)

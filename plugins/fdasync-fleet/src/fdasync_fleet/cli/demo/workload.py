@@ -60,6 +60,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
             has its own folder in DIR; 0: one engine in this process, the default.
         inline: run the model on the engine's own loop instead of in a worker process.
         json_path: write the figures here.
+        svg_path: write a picture of what is printed here.
     """
 
     model: Path | None = None
@@ -74,6 +75,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     pd: Annotated[str, Meta(title="PxD")] = ""
     inline: bool = False
     json_path: Path | None = None
+    svg_path: Path | None = None
 
 
 class Job(msgspec.Struct, frozen=True):
