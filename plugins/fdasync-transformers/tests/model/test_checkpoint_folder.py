@@ -60,5 +60,5 @@ def test_a_folder_goes_before_a_name(cache: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_download_that_fails_says_why(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # nothing listens there
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(CheckpointError, match=r"org/other: the hub cannot be reached: .*refused"):
+    with pytest.raises(CheckpointError, match="org/other: the hub cannot be reached: "):
         checkpoint_folder("org/other", download=True)
