@@ -26,7 +26,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 ROOT, EVENTS = "fdasync", "fdasync.engine"
 _MAX_WAITING_NBYTES = 1 << 20
 _CLOSE_S = 1.0
-# of an event's line: its own place in a record, and what nobody reads in a line
+# fields of an event that its line leaves out: a log record has its own time and level, and "at" and "seq" order traces
 _OF_RECORD = ("time", "level", "event", "at", "seq")
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+import threading  # threads: names the thread that called the loop; starts none
+from concurrent.futures import Executor, Future, ThreadPoolExecutor  # threads: a test's own work, as asyncio runs it
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, TypeVarTuple, Unpack
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class OutsideLoop(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
-        """As in asyncio; the work is in `away` until its end has come back, also if nobody awaits it any more."""
+        """As in asyncio; the work is in `away` until its end has come back, also if its future was cancelled."""
         if executor is None and self._threads is None:
             self.set_default_executor(ThreadPoolExecutor(thread_name_prefix="asyncio"))
         executor = executor or self._threads
@@ -119,7 +119,7 @@ class OutsideLoop(asyncio.SelectorEventLoop):
         super().add_reader(fd, callback, *args)
 
     def close(self) -> None:
-        # threads without work end at once; the others are daemons of nobody: the interpreter's end waits for them
+        # idle threads end at once; the loop does not wait for busy ones, but the interpreter does at its end
         if self._threads is not None:
             self._threads.shutdown(wait=not self.away, cancel_futures=True)
         super().close()

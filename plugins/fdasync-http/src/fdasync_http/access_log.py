@@ -1,4 +1,4 @@
-"""One line for each answer, in the logger `fdasync.http.access`: who asked for what, and what came of it.
+"""One line for each answer, in the logger `fdasync.http.access`: client, method, path, status, seconds and bytes.
 
     2026-03-01T12:00:00.123Z INFO fdasync.http.access: 127.0.0.1 POST /v1/chat/completions 200 1.234 s 5120 bytes
 

@@ -88,7 +88,7 @@ class Peer:
 
     @property
     def is_absent(self) -> bool:
-        """Whether nobody can listen at its address now."""
+        """Whether it is certain that no process listens at its address now."""
         return self._wire.is_absent(self.address)
 
     @property

@@ -70,7 +70,7 @@ async def gather(instances: Sequence[InstanceHandle], config: RouterConfig) -> N
 
 
 def _raise_absent(instances: Sequence[InstanceHandle], missing: Sequence[InstanceHandle], require: Require) -> None:
-    """Raise PeerUnreachable where nobody can answer at addresses without which the router cannot start."""
+    """Raise PeerUnreachable if no process listens at addresses that the router needs for its start."""
     absent = [each for each in missing if each.peer.is_absent]
     if absent and (require == "all" or len(absent) == len(instances)):
         names = ", ".join(each.address for each in absent)

@@ -97,7 +97,7 @@ class AuxProducer(ABC):
         self.spec = AuxSpec(name, *self.row(), by_name=self.by_name)
         self._buffer: StepRows | None = None
         self._hooks: list[RemovableHandle] = []
-        # tokens of the running pass, -1 where nobody said; None between passes
+        # tokens of the running pass, -1 if `begin` got no positions; None between passes
         self._tokens: int | None = None
 
     @abstractmethod
